@@ -67,7 +67,7 @@ class Checkpointer:
 
     `save` blocks the loop until all ranks agree on it. It then copies the tensors that no guarded
     optimizer updates. If all optimizers of the state are guarded, the other tensors are copied
-    while training goes on, and the next step of these optimizers waits for this copy; else `save`
+    while training continues, and the next step of these optimizers waits for this copy; else `save`
     waits for it. A writer process of each node writes the copies. At its exit the program waits for
     the last save.
 

@@ -5,7 +5,7 @@ CheckpointError
 ├── DamagedCheckpoint  load the previous checkpoint; raised to callers if there is none
 │   └── UnreadableCheckpoint  likewise, and delete nothing: storage may recover
 ├── StorageError       stop: checkpoints cannot be read here (permissions, a later format, …)
-└── SaveFailed         go on training: this save is lost, the checkpoints before it are untouched
+└── SaveFailed         continue training: this save is lost, earlier checkpoints are untouched
 """
 
 import errno

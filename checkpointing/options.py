@@ -43,11 +43,12 @@ class CheckpointOptions:
     split: a larger tensor gets a file of its own."""
 
     max_writers: int | None = None
-    """Most files, or parts of files, that all nodes together write at the same time. null: the
-    filesystem decides (see docs/checkpoints.md)."""
+    """Largest number of files, or parts of files, that all nodes together write at the same time.
+    null: the filesystem decides (see docs/checkpoints.md)."""
 
     max_bandwidth: int | str | None = None
-    """Most bytes per second of all writers together, as 500000000 or "500 MB"; null: no limit."""
+    """Largest number of bytes per second of all writers together, as 500000000 or "500 MB"; null:
+    no limit."""
 
     slots: int = 2
     """Copies of the state that each node holds in shared memory. 2: a complete copy always exists
@@ -64,7 +65,7 @@ class CheckpointOptions:
 
     deadline: float = 1200.0
     """Seconds that a checkpoint may take. After that the save fails, the writers that block it are
-    restarted, and training goes on."""
+    restarted, and training continues."""
 
     trust: tuple[str | int, ...] = ()
     """Users whose checkpoints are loaded, besides the user who trains and root: names or uids, and

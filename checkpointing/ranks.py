@@ -80,7 +80,7 @@ class RankGroup:
         outcomes = [outcome]
         if self.group is not None:
             outcomes = exchange(outcome, len(self.all), self.group)
-        # raised after the exchange: a failed rank must take part in it, else the others would hang
+        # raised after the exchange: a failed rank must take part in it, else all others would hang
         for failure in outcomes:
             if isinstance(failure, RankFailure):
                 raise RankError(failure) from (cause if failure.rank == self.rank else None)

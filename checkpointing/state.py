@@ -241,8 +241,8 @@ def refuse_ties(tied: list[list[str]], saved: list[list[str]] | None) -> None:
     for names in tied if saved is not None else ():
         if not any({*names} <= {*known} for known in saved or ()):
             raise WrongModel(
-                f"the checkpoint is of another model: {' and '.join(names)} are one tensor here, "
-                "and were saved as several; load into a model in which they are not tied"
+                f"the checkpoint is of another model: {' and '.join(names)} are one tensor in this "
+                "one, and were saved as several; load into a model in which they are not tied"
             )
 
 
@@ -285,7 +285,8 @@ def put_back(state: State, values: Mapping[str, Any]) -> None:
 
 
 def _of_module(key: str, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns a module's tensors by their names in a checkpoint, and the rest of its state_dict."""
+    """Returns a module's tensors by their names in a checkpoint, and all other values of its
+    state_dict."""
     while True:  # DDP and torch.compile wrap a module, and share its parameters
         if isinstance(module, DistributedDataParallel):
             module = module.module

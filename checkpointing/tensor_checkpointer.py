@@ -96,9 +96,9 @@ class TensorCheckpointer:
     the group. If the environment names the job's secret (`PERDURE_SECRET_FILE`), it is mixed in.
 
     A save blocks the caller only until all ranks agree on it. Parameters and optimizer state are
-    copied while training goes on, and a process of each node writes the copies. `wait_staged` must
-    be called before they change, that is, before the optimizer step. Other tensors, such as a batch
-    norm's statistics, may change once `save` returns.
+    copied while training continues, and a process of each node writes the copies. `wait_staged`
+    must be called before they change, that is, before the optimizer step. Other tensors, such as a
+    batch norm's statistics, may change once `save` returns.
 
     Args:
         directory: directory of the steps; created at the first save.
@@ -154,9 +154,9 @@ class TensorCheckpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Like `close`. If only this rank raised an exception, the others may wait for it
-        elsewhere, so wait for them at most LEAVE_SECONDS. An exception that all ranks raise has a
-        true `of_all_ranks`."""
+        """Like `close`. If only this rank raised an exception, the other ranks may wait for it in
+        another collective, so wait for them at most LEAVE_SECONDS. An exception that all ranks
+        raise has a true `of_all_ranks`."""
         together = kind is None or len(self._ranks.all) == 1 or getattr(kind, "of_all_ranks", False)
         self._close(kind is not None, None if together else LEAVE_SECONDS)
 
@@ -478,7 +478,7 @@ class TensorCheckpointer:
                 except RankError as failed:
                     torn = f"what was left in memory was lost while it was loaded: {failed.message}"
                     if self._ranks.is_main:
-                        logger.warning("%s; going on from storage", torn)
+                        logger.warning("%s; loading from storage instead", torn)
             state = self._load_stored(aim, step, refuse)
         if state is not None:
             return state

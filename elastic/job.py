@@ -125,7 +125,7 @@ class Job:
             raise RuntimeError("due_to_pause() is for the body of `for step in job.steps(…)`")
         pauses = self._pause_sum.wait() > 0 and self._step < self._last
         # An aborted collective of NCCL leaves garbage and raises no error: the sum above is valid
-        # only if this attempt was not recalled meanwhile.
+        # only if the agent has not ended this attempt meanwhile (recall.py).
         self._recall.check()
         return pauses
 

@@ -12,7 +12,7 @@ ending the job. This handler gives every round a new store; membership.py decide
     join_timeout  seconds that a new node waits for a round, default 600; a node that has trained
                   waits an hour
     first_call    seconds, default 3; see `Limits`
-    lease         seconds without a beat after which a node is lost, default 1.2
+    lease         seconds without a heartbeat after which a node is lost, default 1.2
     restarts      failures within an hour after which ranks are restarted, default 30
     unit          each round's number of ranks is a multiple of this, default 1; the unit in the
                   program's own description of the job (program.py) comes first

@@ -45,8 +45,8 @@ the GPU is still occupied then, other processes use it."""
 FREED_SLACK = 1 << 30
 """Bytes that other processes may have allocated on the GPU since the rank before joined."""
 
-# A data worker forked from a recalled rank lacks the threads of the rank's old process group, and
-# would hang or abort when it collects that group as garbage.
+# A data worker forked from a rank that has continued after a failure (recall.py) lacks the threads
+# of the rank's old process group, and would hang or abort when it collects that group as garbage.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
@@ -250,7 +250,8 @@ def leave_world(code: int) -> NoReturn:
     A rank that leaves alone does not destroy its groups, because NCCL would wait for the other
     ranks."""
     if dist.is_initialized() and code in (EXIT_DONE, EXIT_PAUSED, EXIT_REQUEUE):
-        # The barrier: a rank that destroys its group early looks like a lost peer to the others.
+        # The barrier: a rank that destroys its group early looks like a lost peer to ranks that
+        # still use theirs.
         if code == EXIT_DONE:
             dist.barrier()
         dist.destroy_process_group()

@@ -19,7 +19,7 @@ def folders(arguments: tuple[str, ...]) -> dict[str, str]:
 
 def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:
     """Return the fields of `elastic.node.program.JobFacts` for a node with `ranks` ranks; only
-    `error` if the recipe cannot be trained there. `arguments`: path of the recipe, then
+    `error` if the recipe cannot be trained on the node. `arguments`: path of the recipe, then
     overrides."""
     try:
         recipe, _, _, identity = prepare(arguments)
@@ -30,7 +30,8 @@ def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:
         "identity": identity,
         "most_ranks": exact.most_shares(recipe) * together(recipe.strategy),
         "unit": replica_ranks(recipe),
-        # A bucket has no local directory; rank 0 excludes other launches there, see run/terms.py.
+        # A bucket has no local directory; rank 0 excludes other launches in the bucket, see
+        # run/terms.py.
         "directory": None if recipe.in_bucket else str(recipe.directory.absolute()),
         "save_seconds": recipe.checkpoint.deadline,
     }

@@ -31,7 +31,7 @@ class Checkpointed(WithCheckpointers):
 
     What `ModelCheckpoint(dirpath=DIRECTORY)` or `trainer.save_checkpoint` saves as
     DIRECTORY/…step=100….ckpt becomes DIRECTORY/step-00000100. A process of each node writes it
-    while training goes on. `trainer.fit(ckpt_path=…)` takes either name, or DIRECTORY for the
+    while training continues. `trainer.fit(ckpt_path=…)` takes either name, or DIRECTORY for the
     newest good checkpoint. Any number of ranks may have saved it. `keep` in `checkpoint` decides
     which steps stay; `save_top_k` does not."""
 

@@ -41,13 +41,14 @@ class WithCheckpointers:
         return self._checkpointers[directory]
 
     def close_checkpoints(self) -> None:
-        """Wait until all checkpoints are written; the end of the program does so, too.
+        """Wait until all checkpoints are written. The program also waits at its end.
 
         Raises:
             SaveFailed: the last save in a directory failed.
         """
         while self._checkpointers:
-            # removed first: if its save has failed, a second call continues with the others
+            # removed first: if its save has failed, a second call continues with the other
+            # checkpointers
             _, checkpointer = self._checkpointers.popitem()
             with checkpointer:
                 checkpointer.wait()

@@ -51,7 +51,7 @@ DCP_METADATA = ".metadata"
 MAX_HEADER_BYTES = 100_000_000
 """Largest header, in bytes, that safetensors reads."""
 MAX_DIMS = 64
-"""Most dimensions of a torch tensor."""
+"""Largest number of dimensions of a torch tensor."""
 
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,

@@ -41,7 +41,8 @@ from checkpointing.ranks import RankGroup, failing_alike
 STEP_BYTES = 4 << 20
 """Bytes read at a time: their checksum is computed while they are in the cache."""
 MOST_THREADS = 8
-"""Most threads with which a rank reads; fewer if a node has fewer processors per rank."""
+"""Largest number of threads with which a rank reads; fewer if a node has fewer processors per
+rank."""
 
 
 def read_tensors(
@@ -67,7 +68,7 @@ def read_tensors(
         tensors: the targets, of which this rank holds parts, on any device. Floating point numbers
             are converted where a file has another dtype.
         group: process group that carries CPU tensors. None: this process alone reads the parts that
-            it holds, and the rest of the blocks that it checks.
+            it holds, and the other bytes of their blocks, which the checksums need.
         nodes: ranks of each node, which share memory; None: the result of `RankGroup.nodes`.
         finite: names of tensors that must not hold NaN or infinity.
         threads: threads with which a rank reads; None: one per processor that a node has for each
@@ -269,7 +270,7 @@ class _Load:
     ) -> None:
         """Read in rounds: fill one half of the window, and copy the slabs of the previous round
         from the other half. A rank that fails still takes part in the synchronisation at the end of
-        a round, where the others learn of the failure."""
+        a round, where all ranks learn of the failure."""
         rounds = read_rounds(
             self._shared, window.places, window.area, max(self._step, window.area // 4)
         )

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 DYING_SECONDS = 2.0
 """Seconds to wait until the writers of killed ranks have ended."""
 MOST_CHECKS = 16
-"""Most threads that compute checksums while all ranks wait for them."""
+"""Largest number of threads that compute checksums while all ranks wait for them."""
 TOKEN = ".run"
 """Name of the file that holds the token."""
 _TOKEN = re.compile(rb"[0-9a-f]{64}")
@@ -137,8 +137,8 @@ def newest_whole(
     that left it; None if there is none.
 
     Of a slot and its copy, the one on the node of the same number is preferred, as the same ranks
-    run there and read it locally. The result is also None if any slot recorded a later step in
-    storage than storage has now: somebody has deleted that step, and memory must not restore an
+    run on that node and read it locally. The result is also None if any slot recorded a later step
+    in storage than storage has now: somebody has deleted that step, and memory must not restore an
     earlier one.
 
     Args:

@@ -33,7 +33,7 @@ from checkpointing.storage.steps import (
 )
 
 _NAMED = 3
-"""Most differing tensors that a message names."""
+"""Largest number of differing tensors that a message names."""
 
 
 def load_model(

@@ -15,8 +15,8 @@ from checkpointing.load.read_plan import ALIGNMENT
 from checkpointing.storage.folders import is_private
 
 HALF_BYTES = 32 << 20
-"""Most bytes that the ranks of a node fill in a round. They synchronise after each round, so rounds
-must not be small."""
+"""Largest number of bytes that the ranks of a node fill in a round. They synchronise after each
+round, so rounds must not be small."""
 _FOLDERS = ("/dev/shm", tempfile.gettempdir())
 
 

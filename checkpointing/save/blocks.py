@@ -1,7 +1,7 @@
 """The blocks of a save: which node's writer writes each, and how.
 
-A node writes the tensor files that it owns. It has a part of their bytes in a slot, and fetches the
-rest from other nodes.
+A node writes the tensor files that it owns. It has a part of their bytes in a slot, and fetches all
+other bytes from other nodes.
 """
 
 import itertools
@@ -266,7 +266,8 @@ def _assembled(
     block = _scratch.block[: len(image)]
     header = min(max(0, len(plan.files[file].header) - start), len(image))
     block[:header] = image[:header]
-    # Copy exact bytes, not whole pages, as the rest of a page may belong to another node's piece.
+    # Copy exact bytes, not whole pages, as other bytes of a page may belong to another node's
+    # piece.
     for a, b, _ in _within([(a, b, 0) for a, b in plan.exact.get(file, [])], start, stop):
         block[a - start : b - start] = image[a - start : b - start]
     by_node: dict[int, list[tuple[int, int]]] = {}

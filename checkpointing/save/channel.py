@@ -87,7 +87,7 @@ class Channel:
                 self._connection.send_bytes(_mac(self._ours, self._sent, data))
                 self._connection.send_bytes(data)
             except OSError:
-                self.shut()  # the receiver would take the next MAC for the rest of this message
+                self.shut()  # the receiver would read the next MAC as a part of this message
                 raise
 
     def recv_bytes(self, most: int | None = None) -> bytes:

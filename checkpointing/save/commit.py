@@ -3,11 +3,11 @@
 All of this is slow and runs in threads. The coordinator never starts two operations at once that
 would disturb each other.
 
-[Note: claim] A machine that was cut off or frozen may wake after the others have continued without
-it, with a save that it believes to be the newest. Each coordinator therefore claims the directory
-at its first save. It checks that its claim is still the newest at the beginning of every save and
-right before its commit (a fencing token; Kleppmann, Designing Data-Intensive Applications, 2017,
-chapter 8). Two runs with the same directory by mistake notice each other in the same way.
+[Note: claim] A machine that was cut off or frozen may wake after the other machines have continued
+without it, with a save that it believes to be the newest. Each coordinator therefore claims the
+directory at its first save. It checks that its claim is still the newest at the beginning of every
+save and right before its commit (a fencing token; Kleppmann, Designing Data-Intensive Applications,
+2017, chapter 8). Two runs with the same directory by mistake notice each other in the same way.
 """
 
 import json

@@ -134,7 +134,7 @@ class SaveOutcome:
     nbytes: int = 0
     """Bytes of tensor files."""
     writers: int = 0
-    """Most writers that were allowed at the same time."""
+    """Largest number of writers that were allowed at the same time."""
     memory_only: bool = False
     """Whether the step was saved only to memory."""
     weights: str = ""
@@ -355,7 +355,7 @@ class WriteGrant:
     blocks: BlockRange
     target: NewStep
     rate: float | None
-    """Most bytes per second; None: no limit."""
+    """Largest number of bytes per second; None: no limit."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from checkpointing.storage.folders import LockedFolder, collect_memory, forget
 logger = logging.getLogger(__name__)
 
 MOST_THREADS = 4
-"""Most threads that compute the checksums of a copied save."""
+"""Largest number of threads that compute the checksums of a copied save."""
 NewSlots = tuple[NodePlan, LockedFolder | None, Slots]
 
 

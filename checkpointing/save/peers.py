@@ -141,8 +141,8 @@ def open_leftover(slot: str, files: Sequence[str], token: str) -> SlotFiles:
 # --- bytes between nodes --------------------------------------------------------------------------
 
 BUNDLE_BYTES = 1 << 20
-"""Most bytes of ranges that are sent as one message. A shard of many tensors has many ranges, and
-each message costs a MAC and two system calls on either side."""
+"""Largest number of bytes of ranges that are sent as one message. A shard of many tensors has many
+ranges, and each message costs a MAC and two system calls on either side."""
 
 Pull = Callable[[int, Slot, str, Sequence[tuple[int, int]]], Generator[bytes]]
 """(node, slot, file, ranges) → the bytes of each range; see Puller."""

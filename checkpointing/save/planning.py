@@ -184,7 +184,7 @@ LEAST = 256
 STATES = 64
 """Fewest tensors of optimizer state that are compared, if there are as many."""
 SHOWN = 3
-"""Most names in an error message."""
+"""Largest number of names in an error message."""
 
 SampleDigest = tuple[bytes, int]
 """(digest of the names of a rank's tensors, digest of the sample of their numbers)."""

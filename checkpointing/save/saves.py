@@ -215,7 +215,7 @@ class WriterClient:
     methods by itself, unless they say otherwise.
 
     Args:
-        tracker: follows the saves that are requested here.
+        tracker: follows the saves that this rank requests.
         spare: source of writer processes.
     """
 

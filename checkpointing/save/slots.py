@@ -194,8 +194,8 @@ _GROWTH = 16 << 20
 
 
 def settled(free: Callable[[], int], enough: int) -> int:
-    """Returns the free bytes once they are `enough` or have not grown for SETTLE_SECONDS. The
-    kernel takes seconds to free pages of the previous run's ranks that GPUs had pinned."""
+    """Wait until the free bytes are `enough`, or have not grown for SETTLE_SECONDS; return them.
+    The kernel takes seconds to free pages of the previous run's ranks that GPUs had pinned."""
     now = most = free()
     since = time.monotonic()
     while now < enough and time.monotonic() - since < SETTLE_SECONDS:

@@ -1,4 +1,4 @@
-"""Copies of a rank's tensors into the slots of its node, made while training goes on."""
+"""Copies of a rank's tensors into the slots of its node, made while training continues."""
 
 import ctypes
 import logging
@@ -34,7 +34,7 @@ REST = 4.0
 
 
 class Staging:
-    """Copies this rank's pieces into the slots of its node, in a thread, while training goes on.
+    """Copies this rank's pieces into the slots of its node, in a thread, while training continues.
 
     Args:
         files: names of all files, in their order.
@@ -205,7 +205,7 @@ class Staging:
                     if end is not self._ends[-1]:
                         copied(end, None)
             unchanged()  # before the last report, without which no save is committed
-            self._copied.set()  # the optimizer may go on, as the numbers are read from the slot
+            self._copied.set()  # the optimizer may continue, as the numbers are read from the slot
             copied(self._ends[-1], numbers())  # last, as a reported save may be committed
         except Exception as error:
             copied(error, None)

@@ -279,7 +279,7 @@ class Writer:
         try:
             self.memory.make_room()
         except StorageError as error:
-            # the other nodes take part already, so the save must fail there
+            # the other nodes take part already, so the save must fail on all of them
             self._to_coordinator(msg.NodeCannotSave(go.key, msg.NodeSaveFailure(str(error))))
             return msg.SaveSkipped(go.key, str(error))
         return msg.StageInto(go.key, go.slot)

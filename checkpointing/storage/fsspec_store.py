@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONNECTIONS = 16
-"""Most concurrent requests of one process."""
+"""Largest number of concurrent requests of one process."""
 ATTEMPTS = 6
 """Attempts at a request, in addition to those of the implementation."""
 GOOGLE, AZURE = ("gs", "gcs"), ("az", "abfs", "abfss")
@@ -43,7 +43,8 @@ _CURES = {
 }
 """Protocol → what to check after a failure."""
 MOST_SHOWN = 300
-"""Most characters that are shown of an implementation's message. Some messages fill a page."""
+"""Largest number of characters that are shown of an implementation's message. Some messages fill a
+page."""
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 """Keys that implementations use for the time of an object."""
 

@@ -176,7 +176,7 @@ class Storage(Protocol[P]):
 
     def delete_step(self, step: P) -> None:
         """Delete a step so that no reader sees half of it. After a crash or an error, `collect`
-        deletes the rest. A link, or a step of a user who is not trusted, is renamed instead."""
+        deletes what is left. A link, or a step of a user who is not trusted, is renamed instead."""
 
     def collect(self, directory: P, lost: Collection[str] = ()) -> None:
         """Remove unfinished steps and deletions of dead processes, and finish failed deletions of

@@ -1,4 +1,4 @@
-"""The decision which committed steps are kept, and the deletion of the others."""
+"""The decision which committed steps are kept, and the deletion of all other steps."""
 
 import logging
 import math

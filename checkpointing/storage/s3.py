@@ -45,15 +45,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONNECTIONS = 16
-"""Most concurrent requests of one process, since one connection carries well below 100 MB/s. Also
-the most blocks in memory that wait to be sent."""
+"""Largest number of concurrent requests of one process, since one connection carries well below 100
+MB/s. Also the largest number of blocks in memory that wait to be sent."""
 READ_BYTES = 8 << 20
 """Longest read in bytes; longer reads are split into concurrent requests."""
 MOST_PARTS = 10_000
-"""Most parts of a multipart upload."""
+"""Largest number of parts of a multipart upload."""
 
 ATTEMPTS = 8
-"""Most attempts at a request that fails with transient errors."""
+"""Largest number of attempts at a request that fails with transient errors."""
 QUIET_ATTEMPTS = 3
 """Attempt from which on a failure is logged as a warning."""
 _PASSING = {

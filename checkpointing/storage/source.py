@@ -126,7 +126,7 @@ _WEIGHTS = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp",
 }  # fmt: skip
 _NAMED = 3
-"""Most files that a message lists."""
+"""Largest number of files that a message lists."""
 
 
 def is_weights(name: str) -> bool:

@@ -335,7 +335,7 @@ def hugging_face_tensors(path: Place) -> dict[str, StoredTensor]:
     ignored, and only the file names in an index are used.
 
     Raises:
-        DamagedCheckpoint: a file is missing, damaged, or contradicts the others.
+        DamagedCheckpoint: a file is missing, damaged, or contradicts another file.
         StorageError: the directory has no safetensors model.
     """
     storage = storage_of(path)

@@ -24,7 +24,7 @@ from checkpointing.tools.inspect import find_source, short, table
 PIECE_ELEMENTS = 1 << 17
 """Elements compared at a time, few enough for the processor's cache as float64."""
 _SHOWN = 10
-"""Most tensors, and most keys, that are printed for each kind of difference."""
+"""Largest number of tensors, and of keys, that are printed for each kind of difference."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class StoredAdapter:
         return a, b * self.config.scale
 
     def under(self, weight: Tensor) -> Tensor:
-        """Returns rows of a base weight in float32, rounded to nf4 if training did so."""
+        """Returns rows of a base weight in float32, rounded to nf4 if training used nf4."""
         return rounded(weight) if self.over_nf4 else weight.float()
 
     def shape_of(self, weight: str) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ class BatchPlan:
     passes: int
     """Forward and backward passes of every rank per optimizer step."""
     micro_batch: int
-    """Most sequences of a pass."""
+    """Largest number of sequences in a pass."""
     fixed: bool = False
     """Whether micro-batches are the same at every world size."""
     shares: tuple[int, ...] | None = None

@@ -234,7 +234,7 @@ def watch(
     def look(source: NoticeSource) -> None:
         try:
             notice = source.look()
-        except Exception as error:  # one source's failure must not stop the others
+        except Exception as error:  # one source's failure must not stop the other sources
             if source.name not in failing:
                 failing.add(source.name)
                 reason = f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Keeps this node in the job: a thread that writes the node's beats, and reads and changes the
+"""Keeps this node in the job: a thread that writes the node's heartbeats, and reads and changes the
 membership document in the store. The rules are in membership.py.
 
 [Note: loss of a node] The way from a dead node to the next round, in the order of the calls:
@@ -8,8 +8,9 @@ membership document in the store. The rules are in membership.py.
   2. `revise` removes that node from the document, which `Member._follow` swaps in the store.
   3. Every other node reads the new document and wakes its agent (`Member._adopt`).
   4. The round has lost a node (`round_over`), so torchrun gets 1 from
-     `PerdureRendezvous.num_nodes_waiting`, and ends its stand-ins. The agent keeps training
-     processes that can be recalled, and ends the others (`NodeAgent._on_stand_in_gone`).
+     `PerdureRendezvous.num_nodes_waiting`, and ends its stand-ins. The agent keeps the training
+     processes that can continue in the next round (recall.py), and ends all others
+     (`NodeAgent._on_stand_in_gone`).
   5. torchrun calls `next_rendezvous`, which requests the next round. `complete` begins it once all
      remaining members have arrived.
 """
@@ -30,9 +31,9 @@ from elastic.group.job_claim import NO_MARK, JobClaim, claim_key
 from elastic.group.job_secret import Secret
 from elastic.group.membership import (
     OBSERVERS,
-    BeatPace,
     Change,
     Failure,
+    HeartbeatPace,
     JobEnd,
     Leases,
     Limits,
@@ -65,10 +66,10 @@ logger = logging.getLogger(__name__)
 ALONE_SECONDS = 0.4
 """Seconds between two reads of the membership document in a job of at most one node."""
 MAX_KNOCKING = 20_000
-"""Most names of nodes that an observer keeps from the door, the key of the store to which nodes
-that want to join append their names."""
+"""Largest number of names of nodes that an observer keeps from the door, the key of the store to
+which nodes that want to join append their names."""
 COUNTS_PER_BEAT = 8
-"""How often the first observer reads the counters of all nodes between two of its beats, while
+"""How often the first observer reads the counters of all nodes between two of its heartbeats, while
 nodes arrive or leave."""
 YOUNG_SECONDS = 30.0
 """Age up to which a job gives way to an older job of its name; see job_claim.py."""
@@ -79,32 +80,32 @@ knocks after which observers forget a node that has not joined."""
 
 @dataclass
 class Heartbeat:
-    """When this node wrote its beats (its counter in the store) and knocks (its name at the door),
-    and when it has to write the next. Times are by time.monotonic()."""
+    """When this node wrote its heartbeats (its counter in the store) and knocks (its name at the
+    door), and when it has to write the next. Times are by time.monotonic()."""
 
     count: int = 0
     due: float = 0.0
     sent: NodeRequest | None = None
-    """Request that the last beat carried; None: it carried none."""
-    pace: BeatPace = field(default_factory=BeatPace)
+    """Request that the last heartbeat carried; None: it carried none."""
+    pace: HeartbeatPace = field(default_factory=HeartbeatPace)
     knocks_since: float = 0.0
     """Time of the first knock; 0: this node does not wait at the door."""
     knock_due: float = 0.0
 
 
 @dataclass
-class BeatWatch:
-    """Beats of other nodes, as this node has read them."""
+class HeartbeatWatch:
+    """Heartbeats of other nodes, as this node has read them."""
 
     leases: Leases = field(default_factory=Leases)
     living: frozenset[str] = frozenset()
     """Watched nodes whose counter rose while this node watched them."""
     requests: dict[str, NodeRequest] = field(default_factory=dict)
-    """Node → the request in its newest beat. Only observers apply requests."""
+    """Node → the request in its newest heartbeat. Only observers apply requests."""
     knocking: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Node at the door → (counter when first read, 0 before; time at which it is forgotten)."""
     due: float = 0.0
-    """Time at which an observer reads the beats again while nodes arrive or leave."""
+    """Time at which an observer reads the heartbeats again while nodes arrive or leave."""
     connections: int = 0
     """`StoreClient.connections` at the last read; a change means that the store restarted."""
 
@@ -120,13 +121,14 @@ class BeatWatch:
         }
 
     def note(self, node: str, counter: int, request: Mapping[str, object] | None) -> None:
-        """Store the request in a beat of `node`. The request of a node at the door is stored only
-        after its counter has risen, as the beat may be left over from a process that has died."""
+        """Store the request in a heartbeat of `node`. The request of a node at the door is stored
+        only after its counter has risen, as the heartbeat may be left over from a process that has
+        died."""
         first, until = self.knocking.get(node, (1, 0.0))
         if not first:
             self.knocking[node] = counter, until
         elif node in self.knocking and counter <= first:
-            pass  # the beat may be left over from a dead process
+            pass  # the heartbeat may be left over from a dead process
         elif request and counter >= self.leases.seen.get(node, (0, 0.0))[0]:
             self.requests[node] = read_fields(NodeRequest, request)
 
@@ -172,7 +174,7 @@ class Member:
         client: client of the store, used by the thread only.
         name: name of this node, unique in the job.
         changed: called from the thread after the document has changed.
-        lease: seconds without a beat after which a node is lost; None: `lease_seconds`.
+        lease: seconds without a heartbeat after which a node is lost; None: `lease_seconds`.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ class Member:
         self._news = threading.Condition()
         self._request: NodeRequest | None = None
         self._identity = ""
-        self._heartbeat, self._watch = Heartbeat(), BeatWatch()
+        self._heartbeat, self._watch = Heartbeat(), HeartbeatWatch()
         self._announced = AnnouncedVersion()
         self._arrivals: tuple[tuple[str, ...], float] = ((), 0.0)
         """(nodes that wait for the next round, time.monotonic() of their last change)."""
@@ -218,8 +220,8 @@ class Member:
         self._thread.start()
 
     def use_secret(self, secret: Secret) -> None:
-        """Read and write values of the store sealed by `secret`; ignore all others. Called before
-        the first `look`."""
+        """Read and write values of the store sealed by `secret`; ignore all other values. Called
+        before the first call of `look`."""
         self.keys = JobKeys(self.keys.client, self._run_id, secret)
 
     def change(self, change: Change) -> None:
@@ -303,7 +305,7 @@ class Member:
             self._heartbeat.pace.skip()
             if self.unreachable_since is None:
                 self.unreachable_since = time.monotonic()
-                logger.warning("%s; training goes on, joins and restarts wait", lost)
+                logger.warning("%s; training continues; joins and restarts wait", lost)
         except Exception:
             logger.exception("membership: internal error")
             return 1.0
@@ -317,14 +319,14 @@ class Member:
 
     def _observes(self, state: Membership) -> bool:
         """Whether this node writes the document for other nodes: if it is one of the observers, or
-        there are fewer than OBSERVERS of them and this node would train the same."""
+        there are fewer than OBSERVERS of them and this node would train the same run."""
         first = observers(state)
         few = len(first) < OBSERVERS and not is_foreign(state, self.name, self._identity)
         return few or self.name in first
 
     def _follow(self) -> None:
-        """Write this node's beat if it is due, read the beats of other nodes, and bring the
-        document up to date."""
+        """Write this node's heartbeat if it is due, read the heartbeats of other nodes, and bring
+        the document up to date."""
         keys, now = self.keys, time.monotonic()
         observes, request = self._observes(self.state), self._request
         lapsed: list[str] = []
@@ -356,12 +358,12 @@ class Member:
             lapsed = all_nodes(best) if set(observers(best)) <= set(lapsed) else []
             joins = request is not None and not request.leaves
             if is_foreign(best, self.name, self._identity) and not (lapsed and joins):
-                self._adopt(best)  # this node writes nothing, as the others train something else
+                self._adopt(best)  # this node only reads: the nodes train something else
                 return
         observes = self._observes(best)
         requests: dict[str, NodeRequest] = {}
         if observes:
-            # A node that was removed after its beat was read must knock again to join.
+            # A node that was removed after its heartbeat was read must knock again to join.
             known = {*all_nodes(best), *self._watch.knocking}
             requests = {node: one for node, one in self._watch.requests.items() if node in known}
             if request:
@@ -411,7 +413,7 @@ class Member:
         early = before and (state.version == before.version or now < self._announced.due)
         if early and not at_once and differ_only_in_arrivals(state, before or state):
             return
-        # Set first: if the store fails below, the next `look` reads the document again.
+        # Set first: if a read below fails, the next call of `look` reads the document again.
         self._announced.version = str(state.version).encode()
         # No node decides anything by this key, so its value carries no MAC.
         self.keys.client.set(f"{self.keys.prefix}/version", self._announced.version)
@@ -423,7 +425,7 @@ class Member:
         heart, seconds = self._heartbeat, beat_seconds(spared_nodes(self.state))
         now = time.monotonic()
         if self.keys.client.connections != self._watch.connections:
-            heart.pace.skip()  # the store was unreachable since the last beat
+            heart.pace.skip()  # the store was unreachable since the last heartbeat
         heart.due = now + seconds
         heart.pace.beat(now)
         seconds = heart.pace.seconds(seconds, now)
@@ -462,13 +464,14 @@ class Member:
         return ends or begins or bool(state.closed or self._watch.knocking)
 
     def _read_beats(self, now: float) -> list[str]:
-        """Read the beats of the nodes that this node watches; returns those whose lease lapsed."""
+        """Read the heartbeats of the nodes that this node watches; returns those whose lease
+        lapsed."""
         watch, client = self._watch, self.keys.client
         beat = beat_seconds(spared_nodes(self.state))
         seconds = self._heartbeat.pace.seconds(beat, now)
         first = observers(self.state)
         if self._observes(self.state):
-            # The first observer reads most often; the others read less often, in case it has died.
+            # The first observer reads most often; others read more rarely, in case it has died.
             position = first.index(self.name) if self.name in first else OBSERVERS
             watch.due = now + (1 + position) * beat / COUNTS_PER_BEAT
             self._open_door(now)
@@ -511,10 +514,10 @@ class Member:
 
     def _knock_at_door(self, now: float) -> None:
         """Append this node's name to the door every KNOCK_SECONDS, so that the observers read its
-        beats."""
+        heartbeats."""
         heart = self._heartbeat
         heart.knocks_since = heart.knocks_since or now
-        heart.due = now  # beat at once, so that observers soon see the counter rise
+        heart.due = now  # write it at once, so that observers soon see the counter rise
         if now < heart.knock_due:
             return
         heart.knock_due = now + KNOCK_SECONDS

@@ -6,29 +6,30 @@ generation of training processes. A process that fails costs a generation. A nod
 leaves or joins costs a round.
 
 A node that wants to be in the next round is added to the *arrivals*. The next round begins when
-every node of this one has arrived again, has left, or is lost, and at least `minimum` nodes are
-there. So a newcomer changes nothing until the nodes that train have noticed it, finished their step
-and arrived as well. Their ranks have *paused* then, and their requests name the generation in which
-they did. A node whose request names no such generation has lost its ranks without a pause. It
+every node of this one has arrived again, has left, or is lost, and at least `minimum` nodes have
+arrived. So a newcomer changes nothing until the nodes that train have noticed it, finished their
+step and arrived as well. Their ranks have *paused* then, and their requests name the generation in
+which they did. A node whose request names no such generation has lost its ranks without a pause. It
 leaves the round as it arrives, because the other nodes would wait for these ranks.
 
-Thousands of nodes cannot all swap one document, nor all read it at every look. The first nodes in
-order are its *observers*. The others write their requests (`NodeRequest`) and the status of their
-ranks to keys of their own. The observers read these keys, and change the document once for all
-requests. A node that is not in the document yet appends its name to the *door*, a key of the store,
-and is let in when an observer has seen its counter rise. Nodes that do not observe only compare the
-document's version. In a job of at most `OBSERVERS` nodes, all nodes are observers.
+Thousands of nodes cannot all swap one document, nor all read it whenever it may have changed. The
+first nodes in order are its *observers*. All other nodes write their requests (`NodeRequest`) and
+the status of their ranks to keys of their own. The observers read these keys, and change the
+document once for all requests. A node that is not in the document yet appends its name to the
+*door*, a key of the store, and is let in when an observer has seen its counter rise. Nodes that do
+not observe only compare the document's version. In a job of at most `OBSERVERS` nodes, all nodes
+are observers.
 
 The nodes of a round hold whole *replicas* of a model that is spread over `unit` ranks. Nodes that
 complete no replica wait as spares, until enough other nodes arrive. When a node is lost, the
 other replicas keep their nodes, so that these keep their state in memory. Nodes of one place are
 neighbours, see topology.py.
 
-Every node raises a counter in the store, its *beat*. A node that sees a counter stand still for the
-length of a *lease*, by its own monotonic clock, removes that node from the document. No clocks are
-compared between machines. On an overloaded machine a counter rises late. So a node writes with it
-how late it recently was, and gets a longer lease. An observer that was late itself extends the
-leases too, as the other nodes may share its machine.
+Every node raises a counter in the store, its *heartbeat*. A node that sees a counter stand still
+for the length of a *lease*, by its own monotonic clock, removes that node from the document. No
+clocks are compared between machines. On an overloaded machine a counter rises late. So a node
+writes with it how late it recently was, and gets a longer lease. An observer that was late itself
+extends the leases too, as the other nodes may share its machine.
 
 A node that would train something else than the nodes in the document, or runs another version of
 this code, only reads the document while one of these nodes lives, and reports the difference. A
@@ -47,18 +48,18 @@ from typing import Any, TypeVar, cast
 from elastic.group.topology import common_levels, group_by_place, is_place, levels, natural_key
 
 BEAT_SECONDS = 0.2
-"""Seconds between two beats of a node; longer in a job of more than NODES_PER_BEAT nodes."""
+"""Seconds between two heartbeats of a node; longer in a job of more than NODES_PER_BEAT nodes."""
 NODES_PER_BEAT = 128
 LEASE_SECONDS, MISSED_BEATS = 1.2, 3
-"""Shortest lease of a node: in seconds, and as a number of beats at the node's recent pace."""
+"""Shortest lease of a node: in seconds, and as a number of heartbeats at the node's recent pace."""
 DOUBTED_SECONDS, DOUBTED_BEATS = 0.8, 2
-"""Shortest lease, in seconds and beats, after a rank has lost its connection to a peer and nobody
-has reported a failure: some node has probably died."""
+"""Shortest lease, in seconds and heartbeats, after a rank has lost its connection to a peer and
+nobody has reported a failure: some node has probably died."""
 POLL_SECONDS = 0.05
 """Seconds between two reads of the document in a small job."""
 LATE_BEATS, LATE_FACTOR, LATE_SECONDS = 32, 2.0, 2.0
-"""If the longest of the last LATE_BEATS gaps between a node's beats exceeds LATE_FACTOR times the
-intended gap, its lease is computed from that longest gap, at most LATE_SECONDS."""
+"""If the longest of the last LATE_BEATS gaps between a node's heartbeats exceeds LATE_FACTOR times
+the intended gap, its lease is computed from that longest gap, at most LATE_SECONDS."""
 OBSERVERS = 3
 """Number of observers: these first nodes watch the counters of all nodes, and the other nodes watch
 only those of the observers."""
@@ -102,7 +103,7 @@ class Failure:
     """Whether other ranks found that this machine computes wrongly. Its node is removed at once,
     and does not come back by itself."""
     evidence: str = ""
-    """Proof in several lines: the stack of a rank that the others waited for, or counters of the
+    """Proof in several lines: the stack of a rank that all others waited for, or counters of the
     kernel. Kept for the newest failure only, as all nodes read the document."""
 
 
@@ -203,7 +204,7 @@ class Limits:
     """Fewest nodes with which a round begins."""
     maximum: int
     most_ranks: int | None = None
-    """Most ranks that the global batch can occupy; None: any number."""
+    """Largest number of ranks that the global batch can occupy; None: any number."""
     unit: int = 1
     """Ranks that together hold one replica of the model. The ranks of a round are a multiple of
     this."""
@@ -684,17 +685,17 @@ def end_alarm(state: Membership) -> Membership:
 
 
 def beat_seconds(nodes: int) -> float:
-    """Seconds between two beats of a node in a job of `nodes` nodes."""
+    """Seconds between two heartbeats of a node in a job of `nodes` nodes."""
     return BEAT_SECONDS * max(1.0, nodes / NODES_PER_BEAT)
 
 
 @dataclass
-class BeatPace:
-    """Recent gaps between the beats of this node."""
+class HeartbeatPace:
+    """Recent gaps between the heartbeats of this node."""
 
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=LATE_BEATS))
     last: float | None = None
-    """Time of the last beat; None: unknown."""
+    """Time of the last heartbeat; None: unknown."""
 
     def beat(self, now: float) -> None:
         if self.last is not None:
@@ -702,20 +703,21 @@ class BeatPace:
         self.last = now
 
     def skip(self) -> None:
-        """Leave out the gap that follows the last beat: the store caused it, not this machine."""
+        """Leave out the gap that follows the last heartbeat: the store caused it, not this
+        machine."""
         self.last = None
 
     def seconds(self, due: float, now: float) -> float:
-        """Returns the seconds to expect between two beats of this node: the intended seconds `due`,
-        or more if recent beats were late."""
+        """Returns the seconds to expect between two heartbeats of this node: the intended seconds
+        `due`, or more if recent heartbeats were late."""
         gaps = [*self.gaps, *([now - self.last] if self.last is not None else [])]
         worst = max(gaps, default=0.0)
         return max(due, min(worst, LATE_SECONDS)) if worst > LATE_FACTOR * due else due
 
 
 def lease_seconds(beat: float, doubted: bool) -> float:
-    """Seconds of silence after which a node that beats every `beat` seconds is lost. `doubted`:
-    whether a rank has just lost a peer, so that some node has probably died."""
+    """Seconds of silence after which a node that writes a heartbeat every `beat` seconds is lost.
+    `doubted`: whether a rank has just lost a peer, so that some node has probably died."""
     if doubted:
         return max(DOUBTED_SECONDS, beat * DOUBTED_BEATS)
     return max(LEASE_SECONDS, beat * MISSED_BEATS)
@@ -751,8 +753,8 @@ def ranks_of(state: Membership, node: str) -> int:
 
 
 def spared_nodes(state: Membership) -> int:
-    """Number of nodes for which beats and reads must become rarer, to spare the store: those of the
-    round, or those that wait for the next round if they are more."""
+    """Number of nodes for which heartbeats and reads must become rarer, to spare the store: those
+    of the round, or those that wait for the next round if they are more."""
     return max(state.size, len(state.members), len(state.arrived))
 
 

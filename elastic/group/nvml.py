@@ -141,7 +141,7 @@ def link_problems(before: Sequence[GpuLinks], after: Sequence[GpuLinks]) -> list
         if now.errors > then.errors:
             problems.append(
                 f"GPU {index}: {now.errors - then.errors} NVLink errors within {PAUSE_SECONDS:g} "
-                f"s; see `nvidia-smi nvlink -e -i {index}`, and take this machine out if they go on"
+                f"s; see `nvidia-smi nvlink -e -i {index}`, and take this machine out if more come"
             )
         if not now.joined:
             problems.append(

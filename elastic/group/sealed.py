@@ -1,12 +1,13 @@
 """Sealed values in stores: the keys of a job, and a store for the addresses of its ranks.
 
 [Note: sealed] The store of a round is torch's TCPStore: whoever reaches it reads and writes every
-key. Ranks put the addresses of their connections there (and NCCL's id), so whoever replaces an
-address can intercept the traffic of two ranks. `SealedStore` derives the name of every key, and a
-MAC over its value, from a secret of the job's round. A value that does not verify is treated as
-missing, even if it was valid under another key, in another round or generation, or for an earlier
-job. For GUARDED_SECONDS after a process has set a value, it checks that the value is unchanged, and
-else sets it again. So a stranger who overwrites or deletes values can delay a round, not change it.
+key. Ranks put the addresses of their connections into the store (and NCCL's id), so whoever
+replaces an address can intercept the traffic of two ranks. `SealedStore` derives the name of every
+key, and a MAC over its value, from a secret of the job's round. A value that does not verify is
+treated as missing, even if it was valid under another key, in another round or generation, or for
+an earlier job. For GUARDED_SECONDS after a process has set a value, it checks that the value is
+unchanged, and else sets it again. So a stranger who overwrites or deletes values can delay a round,
+not change it.
 
 Counters (`add`) are added up by the store itself and not sealed. Whoever lists the store's keys may
 change a counter, so that a barrier opens early or never.

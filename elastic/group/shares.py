@@ -48,7 +48,7 @@ class ShareBalance:
     plan: BatchPlan
     """The current plan, at first with equal shares. All plans keep its `lockstep`."""
     micro_batch: int
-    """Most sequences of a pass that fit in memory."""
+    """Largest number of sequences of a pass that fit in memory."""
     _seen: list[tuple[float, ...]] = field(default_factory=list)
     """Seconds per sequence of each rank, in the last KEPT windows."""
     _counted: tuple[float, ...] = ()

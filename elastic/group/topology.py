@@ -28,9 +28,10 @@ node's name, and a dotted path with the kind of each element."""
 SLURM_NODE = "SLURM_NODEID"
 """Environment variable of a Slurm step: index of this node in Slurm's order."""
 MAX_LEVELS, MAX_NAME_LENGTH = 4, 40
-"""Most names in a place, and characters per name, as every node reads all places."""
+"""Largest number of names in a place, and of characters per name, as every node reads all
+places."""
 MAX_DESCRIBED = 8
-"""Most places that `describe_places` lists."""
+"""Largest number of places that `describe_places` lists."""
 _NAME = rf"[!\"$-.0-~]{{1,{MAX_NAME_LENGTH}}}"
 _PLACE = re.compile(rf"({_NAME}(/{_NAME}){{0,{MAX_LEVELS - 1}}})?(#[0-9]{{1,9}})?", re.ASCII)
 

@@ -9,7 +9,7 @@ all nodes then recall the processes of the old generation, which continue as ran
 (recall.py), or kill them. They fork the ranks that are missing. torchrun notices nothing.
 
 One thread does all this, one message at a time. It never waits for the store. The thread of
-`Member` does that, and wakes the agent's thread when the membership document has changed.
+`Member` waits for it, and wakes the agent's thread when the membership document has changed.
 `NodeAgent._look` shows, in order, what follows from a change.
 """
 
@@ -321,7 +321,7 @@ class NodeAgent:
                 self.leave(message["notice"])
             else:
                 self._on_stand_in_gone(connection)
-        else:  # the stand-in was killed, so torchrun is going to end the others
+        else:  # the stand-in was killed, so torchrun is going to end the other stand-ins
             if not self._round.stopping:
                 logger.warning(
                     "a process that torchrun started for a rank was killed: torchrun restarts the "

@@ -121,7 +121,7 @@ class Occupancy:
         """Return once no launch of another job uses the directory.
 
         Raises:
-            OccupiedError: another launch trains there.
+            OccupiedError: another launch trains in the directory.
         """
         deadline = time.monotonic() + MISSED_BEATS * BEAT_SECONDS
         own, locked, record = self._own, self._try_lock(), _read(self._folder)

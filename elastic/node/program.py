@@ -41,7 +41,7 @@ class JobFacts:
     identity: Mapping[str, str] = field(default_factory=dict)
     """Recipe keys that affect the bits of a step → value or digest. Equal on all nodes."""
     most_ranks: int | None = None
-    """Most ranks that the global batch can occupy; None: any number."""
+    """Largest number of ranks that the global batch can occupy; None: any number."""
     unit: int | None = None
     """Ranks that together hold one replica of the model; the ranks of every round are a multiple of
     this. None: unknown."""

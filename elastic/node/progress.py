@@ -92,7 +92,7 @@ class ProgressPage:
         """Reset the entry of a rank. Called by the agent before the rank's process starts."""
         start = local_rank * _ENTRY
         self._map[start : start + _ENTRY] = bytes(_ENTRY)
-        # The time limit of the first phase counts from here.
+        # The time limit of the first phase counts from now.
         struct.pack_into("d", self._map, start + _AT, time.monotonic())
 
     def request_pause(self, local_rank: int, *, leaving: bool) -> None:
@@ -150,7 +150,7 @@ class Pulse:
     def secret(self) -> bytes:
         """The secret of this round; empty if there is no agent. See `join_world`."""
         secret = self._map[_SECRET : _SECRET + _SECRET_BYTES]
-        # a private page has zeros there
+        # a page without an agent has zeros in place of a secret
         return secret if any(secret) else b""
 
     @property
@@ -250,8 +250,9 @@ def watch_signals(pulse: Pulse) -> None:
     main thread, before other threads start.
 
     A Python signal handler does not run while the main thread is in a collective. So the signals
-    are blocked, here and in threads and processes started later, and a thread waits for them. A
-    data worker must outlive a SIGTERM to its process group until the last step has its data.
+    are blocked, in this thread and in threads and processes started later, and a thread waits for
+    them. A data worker must outlive a SIGTERM to its process group until the last step has its
+    data.
 
     The agent of a node handles Ctrl-C itself, and ends ranks that have nothing to save. Without it,
     under torchrun alone, all signals but SIGHUP still kill: torchrun sends SIGTERM to a rank whose

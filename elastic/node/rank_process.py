@@ -37,7 +37,8 @@ class RankProcess:
     pid: int = 0
     """Process id; 0 until the zygote reports it."""
     able: float | None = None
-    """Time from which the process can be recalled; None: it cannot."""
+    """Time from which the agent can recall the process, so that it continues as a rank of a later
+    generation (recall.py); None: it cannot."""
     recalled: float | None = None
     """Time at which the agent recalled the process (recall.py); None: it was not recalled, or has
     become ready for its generation since."""

@@ -50,9 +50,9 @@ steps need the cores."""
 ABORT_SECONDS = 0.2
 """Seconds between two aborts of the process groups, until the attempt has ended."""
 STUCK_SECONDS, IDLE_SHARE = 2.0, 0.1
-"""A wait for other ranks normally ends when its connections are shut down. If it still goes on
-after STUCK_SECONDS, and the thread uses less than IDLE_SHARE of a core, it never ends. With gloo
-this happened in 5 of 220 faults. A thread that keeps calling a dead store uses more of a core."""
+"""A wait for other ranks normally ends when its connections are shut down. If it still lasts after
+STUCK_SECONDS, and the thread uses less than IDLE_SHARE of a core, it never ends. With gloo this
+happened in 5 of 220 faults. A thread that keeps calling a dead store uses more of a core."""
 WAITS = (
     "/torch/distributed/",
     *(str(Path(__file__).parents[1] / name) for name in ("world.py", "group", "node/exchange.py")),

@@ -315,8 +315,8 @@ COMPILING = (
 """Files on the stack of a rank while it compiles, which a new shape can cause at any step."""
 
 SHOWN_FRAMES, FRAME_LENGTH = 12, 200
-"""Most frames, and characters per frame, of the stack in a `Failure`. All nodes read it, so it must
-be short."""
+"""Largest number of frames, and of characters per frame, of the stack in a `Failure`. All nodes
+read it, so it must be short."""
 
 _FRAME = re.compile(r'^  File "(.*)", line \d+ in ', re.MULTILINE)
 

@@ -1,7 +1,7 @@
 """The watchdog: time-outs per phase, learned from the run, and the decision which rank hangs.
 
 [Note: hang] A rank that hangs makes all others wait in their next collective, so every rank looks
-stuck. The watchdog finds the rank that the others wait for. Each node's agent reads the progress of
+stuck. The watchdog finds the rank that all others wait for. Each node's agent reads the progress of
 its own ranks (progress.py) and knows the usual durations (`PhaseTimes`).
 
   1. A node with an overdue rank raises an alarm in the membership (`HangWatch.look`).
@@ -271,7 +271,7 @@ class HangVerdict:
 
 
 def blame(statuses: Sequence[RankStatus]) -> HangVerdict | None:
-    """Decide which ranks the others wait for; None while no rank is overdue.
+    """Decide which ranks all others wait for; None while no rank is overdue.
 
     Args:
         statuses: statuses of all ranks of the job, taken with dumps.
@@ -445,7 +445,7 @@ class HangWatch:
 
     def _evaluate(self, state: Membership) -> None:
         """Evaluate the statuses of all ranks, once all nodes have published them. Done on the first
-        node only. While a rank has no process, no rank is blamed, as the others may wait for the
+        node only. While a rank has no process, no rank is blamed, as all ranks may wait for the
         missing process. If its node does not start it within MISSING_SECONDS, the node is
         removed."""
         alarm, texts = state.alarm, self._group.statuses(state.alarm)

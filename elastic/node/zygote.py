@@ -40,7 +40,7 @@ MAX_MESSAGE = 1 << 16
 RECALL = "PERDURE_RECALL"
 """Environment variable: descriptor of the socket to the agent; see recall.py."""
 RESERVE = "PERDURE_RESERVE"
-"""Environment variable: set in a reserve process, which becomes a rank when recalled."""
+"""Environment variable: set in a reserve process, which waits to become a rank (recall.py)."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ class Attempt:
     written: float = 0.0
     """Seconds from the start line to the last line."""
     parent: "Attempt | None" = None
-    """Attempt whose state was loaded; None: fresh weights, or no attempt did the loaded step."""
+    """Attempt whose state was loaded; None: fresh weights, or no attempt computed the loaded
+    step."""
     unrecorded: int = 0
     """Steps of the parent without a step line, proved only by the start line of this attempt."""
 

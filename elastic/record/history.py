@@ -1,11 +1,11 @@
 """Reads a ledger as the history of a run, and proves that no sequence is lost or used twice.
 
-[Note: lineage] An attempt continues from a state that another attempt, its parent, has
-reached. The state holds the parent's name, and the start line repeats it. So attempts form a tree.
-(In ledgers without these names, the parent is the newest earlier attempt that did the loaded step.)
-The *lineage* of an attempt consists of its own steps, its parent's steps up to the loaded step, and
-so on: the steps that led to its weights. Their ranges of sequences must be 0, 1, 2, … without a gap
-or repetition. Steps outside the newest attempt's lineage do not affect the newest weights."""
+[Note: lineage] An attempt continues from a state that another attempt, its parent, has reached. The
+state holds the parent's name, and the start line repeats it. So attempts form a tree. (In ledgers
+without these names, the parent is the newest earlier attempt that computed the loaded step.) The
+*lineage* of an attempt consists of its own steps, its parent's steps up to the loaded step, and so
+on: the steps that led to its weights. Their ranges of sequences must be 0, 1, 2, … without a gap or
+repetition. Steps outside the newest attempt's lineage do not affect the newest weights."""
 
 import math
 import os

@@ -17,7 +17,7 @@ from elastic.node.files import open_to_append, open_to_read
 logger = logging.getLogger(__name__)
 
 BATCH = 256
-"""Most lines per write."""
+"""Largest number of lines per write."""
 
 
 class LineFile:

@@ -8,9 +8,10 @@ from elastic.record.attempt import Attempt, RollbackLine
 from elastic.record.steps import StepLine
 
 UNRECORDED_STEPS = 3
-"""Most steps that a killed process may have completed without writing their lines."""
+"""Largest number of steps that a killed process may have completed without writing their lines."""
 UNRECORDED_SECONDS = 60.0
-"""Most seconds of lines that a crash of the machine may lose: Linux flushes pages after 30 s."""
+"""Longest time, in seconds, whose lines a crash of the machine may lose: Linux flushes pages
+after 30 s."""
 
 
 def problems_of(attempts: list[Attempt]) -> Iterator[str]:

@@ -139,7 +139,8 @@ def reliability(history: History) -> Reliability:
 
 def time_in_steps(history: History, attempt: Attempt) -> tuple[float, float, float]:
     """Returns (kept, skipped, repeated): seconds in steps of an attempt whose result is part of the
-    newest weights, in steps that were skipped or rolled back, and in steps that were done again."""
+    newest weights, in steps that were skipped or rolled back, and in steps that a later attempt
+    computed again."""
     number, seconds = attempt.steps.column("step"), attempt.steps.column("seconds")
     lasting = number <= history.kept.get(attempt.number, -1)
     vain = np.isin(number, [step.step for step in attempt.steps.skipped()])

@@ -494,7 +494,7 @@ def test_weights_that_were_apart_are_not_loaded_into_tied_ones(tmp_path):
     target = model(tied=True)
     before = bits(target)
     with Checkpointer(tmp_path / "False") as checkpointer:
-        why = r"of another model: embed\.weight and head\.weight are one tensor here"
+        why = r"of another model: embed\.weight and head\.weight are one tensor in this one"
         with pytest.raises(WrongModel, match=why):
             checkpointer.load({"model": target})
         assert same(bits(target), before)
@@ -507,7 +507,7 @@ def test_weights_that_were_apart_are_not_loaded_into_tied_ones(tmp_path):
     with Checkpointer(tmp_path / "tensors") as checkpointer:
         checkpointer.save(1, {"a": torch.zeros(2), "b": torch.ones(2)}, wait=True)
         one = torch.zeros(2)
-        with pytest.raises(WrongModel, match="a and b are one tensor here"):
+        with pytest.raises(WrongModel, match="a and b are one tensor in this one"):
             checkpointer.load({"a": one, "b": one.detach()})
     for tied in (True, False):
         target = model(tied)

@@ -126,7 +126,7 @@ def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
     told = capsys.readouterr().out
     assert "every sequence exactly once" in told
     assert_sampled(run, tmp_path / "copy")
-    assert "no run here" not in told
+    assert "holds no run" not in told
     assert not (workspace / "s3:").exists()
 
 

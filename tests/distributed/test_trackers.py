@@ -149,13 +149,13 @@ def test_a_tracker_that_fails_costs_a_run_nothing(start, workspace, tmp_path, mo
     told = [line for line in output.splitlines() if line.startswith("warning")]
     assert sorted(line.replace(str(workspace), "") for line in told) == [
         f"warning: W&B fails at {tmp_path}/wandb.py:3: ZeroDivisionError: division by zero; "
-        "training goes on; /tracked/metrics.jsonl has all data",
+        "training continues; /tracked/metrics.jsonl has all data",
         f"warning: tracking.hooks: own_hook:tell, called with Start of step 0, fails at "
-        f"{ROOT}/examples/own_hook.py:27: KeyError: 'CHAT_URL'; training goes on",
+        f"{ROOT}/examples/own_hook.py:27: KeyError: 'CHAT_URL'; training continues",
         "warning: tracking.sinks: torn:not_one returned dict, which has no record and no close; "
-        "training goes on; /tracked/metrics.jsonl has all data",
+        "training continues; /tracked/metrics.jsonl has all data",
         f"warning: tracking.sinks: torn:sink fails at {tmp_path}/torn.py:2: SystemExit: 1; "
-        "training goes on; /tracked/metrics.jsonl has all data",
+        "training continues; /tracked/metrics.jsonl has all data",
     ]
     assert points(workspace / "tracked") == list(range(1, 10))
 

@@ -306,4 +306,4 @@ def test_nodes_that_share_nothing_else(server, workspace, tmp_path, monkeypatch,
     told = capsys.readouterr().out
     print(told)
     assert re.search("every sequence exactly once", told)
-    assert "no run here" not in told
+    assert "holds no run" not in told

@@ -41,7 +41,7 @@ class CommandParser(argparse.ArgumentParser):
         known = self._option_string_actions
         for word in itertools.takewhile(lambda word: word != "--", words):
             if self._subparsers and not word.startswith("-"):
-                break  # the command's own parser checks the rest
+                break  # the command's own parser checks the other words
             option = word.partition("=")[0]
             is_option = re.fullmatch(r"--?[A-Za-z][\w-]*", option)  # not a negative number
             if is_option and not any(name.startswith(option) for name in known):

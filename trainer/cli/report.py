@@ -167,7 +167,7 @@ def _runs(arguments: argparse.Namespace) -> int:
     if not isinstance(folder, Path):
         with local_folder(folder) as copy:
             if not list_runs(copy):
-                print(f"{folder}: no run here; a run is a folder with `terms` in it")
+                print(f"{folder}: holds no run; a run is a folder with `terms` in it")
         return EXIT_DONE
     if not folder.is_dir():
         print(
@@ -175,5 +175,5 @@ def _runs(arguments: argparse.Namespace) -> int:
         )
         return EXIT_WRONG_INPUT
     if not list_runs(folder):
-        print(f"{folder}: no run here; a run is a folder with a ledger.jsonl")
+        print(f"{folder}: holds no run; a run is a folder with a ledger.jsonl")
     return EXIT_DONE

@@ -194,7 +194,7 @@ def copy_all(directory: Path, most: int, urls: Sequence[str], ended: threading.E
 
     Args:
         directory: `data.cache.directory`.
-        most: largest number of bytes of all copies there.
+        most: largest number of bytes of all copies in the directory.
         urls: data sets.
         ended: once set, copying stops early.
 

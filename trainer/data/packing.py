@@ -87,7 +87,7 @@ class TokenWindows:
 
 class DocumentBins:
     """Sequences of whole documents, as many as fit; both answers of a pair are in one sequence. A
-    padding document without labels fills the rest of a sequence."""
+    padding document without labels fills the remaining places of a sequence."""
 
     def __init__(self, dataset: TokenDataset, seq_len: int) -> None:
         self._dataset, self._length = dataset, seq_len
@@ -153,8 +153,8 @@ class DocumentBins:
             # A document's last token has no label: the next token belongs to another document.
             labels[place : place + size - 1][counts] = tokens[1:][counts]
             place += size
-            # All later tokens get the next number: the next document changes its rest, too, and
-            # after the last document the rest is padding.
+            # All later tokens of the sequence get the next number. The next document then
+            # overwrites those after its own tokens. After the last document they are padding.
             numbers[place:] = count + 1
         return PackedSequence(ids, labels, numbers, crc32(labels.data, crc32(ids.data)))
 

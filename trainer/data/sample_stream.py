@@ -74,8 +74,8 @@ class SampleStream:
 
     def fetch(self, positions: Sequence[int]) -> Batch:
         """Return `collate` of the samples at positions: tensors by name, and COUNTED, see
-        `count_of`. Raises DataError if a sample cannot be read, or cannot be batched with the
-        others."""
+        `count_of`. Raises DataError if a sample cannot be read, or cannot be batched with the other
+        samples."""
         numbers = np.asarray(positions, dtype=np.int64)
         _, samples = self.locate(numbers)
         pairs = zip(numbers.tolist(), samples.tolist(), strict=True)

@@ -35,7 +35,7 @@ def keeping_decisions(
     forward: AbstractContextManager[Any], again: AbstractContextManager[Any]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Wrap the context managers of a block's forward pass and of its recomputations, so that
-    `decided` stores decisions in the former and repeats them in the latter."""
+    `decided` stores decisions in the forward pass and repeats them in a recomputation."""
     decisions: list[Any] = []
 
     def keep() -> Answer:

@@ -64,7 +64,8 @@ class LayerKind:
     """Base of the layer's rotary wavelengths, without scaling; None: the model's."""
 
     def reach(self, length: int) -> int:
-        """Most tokens that one token sees in a sequence of `length` tokens."""
+        """Return the largest number of tokens that one token sees in a sequence of `length`
+        tokens."""
         return length if self.window is None else min(self.window, length)
 
 

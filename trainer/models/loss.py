@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from trainer.data.samples import IGNORED_LABEL
 
 LOGITS_ON_CPU = 1 << 27
-"""Most logits in a chunk on a CPU: 0.5 GB in float32. Each chunk adds a tensor as large as the head
-to the head's gradient, so smaller chunks would be slower."""
+"""Largest number of logits in a chunk on a CPU: 0.5 GB in float32. Each chunk adds a tensor as
+large as the head to the head's gradient, so smaller chunks would be slower."""
 CHUNK_SHARE = 1 / 16
 """Share of a GPU's memory for a chunk of logits. With a vocabulary of 151,936 that is 4,400 rows on
 an H100, 7,700 on an H200, 1,200 on an L4. Each chunk reads and writes the head's gradient once, in
@@ -174,7 +174,7 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def most_logits(tensor: Tensor) -> int:
-    """Most logits in a chunk on the device of `tensor`."""
+    """Return the largest number of logits in a chunk on the device of `tensor`."""
     if not on_gpu(tensor):
         return LOGITS_ON_CPU
     memory = torch.cuda.get_device_properties(tensor.device).total_memory
@@ -182,7 +182,7 @@ def most_logits(tensor: Tensor) -> int:
 
 
 def logits_in(memory: float) -> int:
-    """Most logits in a chunk on a GPU of `memory` bytes."""
+    """Return the largest number of logits in a chunk on a GPU of `memory` bytes."""
     return int(CHUNK_SHARE * memory) // BYTES_PER_LOGIT
 
 

@@ -81,8 +81,8 @@ def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _yarn(powers: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """Return the frequencies of YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension
-    of Large Language Models"). As in `stretch`, low frequencies are divided by `factor`, but here
-    the blend is linear in the index of a pair.
+    of Large Language Models"). As in `stretch`, low frequencies are divided by `factor`, but YaRN's
+    blend is linear in the index of a pair.
 
     Args:
         powers: the inverse of each unscaled frequency, (R / 2); R: rotated elements of a head.

@@ -205,7 +205,7 @@ class TransformersModel(nn.Module):
 
     def _product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return hidden states and weight whose product is the logits. A bias of the head is a
-        further column of the weight, and the hidden states have a 1 there."""
+        further column of the weight, and the hidden states have a 1 in that column."""
         head = self._head[0]
         if head.bias is None:
             return hidden, head.weight
@@ -424,8 +424,8 @@ def _replace_head(theirs: Any) -> WeightOnlyHead:
 
 
 class _HeadInput:
-    """Stand-in for the output of the modules below the head: it has the given hidden states, and
-    None as any other attribute."""
+    """Passed to the head in place of the output of the modules below it: has the given hidden
+    states, and None as any other attribute."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

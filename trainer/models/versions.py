@@ -1,5 +1,5 @@
-"""Differences between the releases of torch that pyproject.toml admits. Each has one name here, so
-that callers are the same for all releases."""
+"""Differences between the releases of torch that pyproject.toml admits. For each there is a
+function or constant, so that its callers need not know the release."""
 
 import inspect
 from typing import Any
@@ -23,10 +23,10 @@ ddp_options: dict[str, Any] = {_forward if _forward in _known else "broadcast_bu
 def sum_uses_in_reduced_dtype(unit: nn.Module, _inputs: object = None) -> None:
     """Make FSDP add the gradients of all uses of a parameter in one dtype in every pass. By itself
     torch 2.15 adds in the dtype of the reduction in passes that reduce nothing, and in the dtype of
-    the computation in other passes, so that rounding depends on the number of passes. Here it
-    always uses the former. Older releases always use the dtype of the computation, and are not
-    changed. A hook before forward, which must run after FSDP's own, because that sets the
-    dtypes."""
+    the computation in other passes, so that rounding depends on the number of passes. With this
+    hook it always uses the dtype of the reduction. Older releases always use the dtype of the
+    computation, and are not changed. A hook before forward, which must run after FSDP's own hook,
+    because that sets the dtypes."""
     for group in unit._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
         if hasattr(group, "_fsdp_params_with_wider_grad_dtype"):
             group._fsdp_params_with_wider_grad_dtype = []

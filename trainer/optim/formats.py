@@ -39,8 +39,8 @@ PORTION = {"cpu": 1 << 16, "cuda": 1 << 23}
 """Elements updated at a time, by device: they fit in the cache of a CPU thread (the number is per
 thread), or keep a GPU busy."""
 ROUNDING_BYTES = 48
-"""Most bytes of temporaries per element during an update: weight, gradient and two moments in
-float32, a hash, and the rounded result."""
+"""Largest number of bytes of temporaries per element during an update: weight, gradient and two
+moments in float32, a hash, and the rounded result."""
 
 _TINY = torch.finfo(torch.float32).tiny
 _MEAN, _SQUARE = 127, 256

@@ -239,9 +239,9 @@ class MethodOptimizer(torch.optim.Optimizer):
                 step = self.state[parameter]["step"]
                 kept["step"] = step if piece.last else step.clone()
             # `Method.update` gets this parameter with float32 weights and gradients for the rows.
-            stand_in = nn.Parameter(weight, requires_grad=False)
-            stand_in.grad = slope
-            state[stand_in] = kept
+            rows_parameter = nn.Parameter(weight, requires_grad=False)
+            rows_parameter.grad = slope
+            state[rows_parameter] = kept
         method.update([*state], group, state, self.exact)(self.gradient_factor)
         # Three random numbers per element: for the weight and for at most two moments.
         drawn = self._noise(pieces)
@@ -339,10 +339,10 @@ def update(
             optimizer.param_groups = groups
 
 
-def stand_in(parameter: torch.Tensor, draw: torch.Generator | None = None) -> nn.Parameter:
-    """Create a stand-in: a small parameter on the CPU that replaces `parameter` when an optimizer
-    is tried. Its dimensions have distinct lengths, except those of length 1. Values are zeros, or
-    random numbers by `draw`."""
+def trial_parameter(parameter: torch.Tensor, draw: torch.Generator | None = None) -> nn.Parameter:
+    """Create a small parameter on the CPU that replaces `parameter` when an optimizer is tried. Its
+    dimensions have distinct lengths, except those of length 1. Values are zeros, or random numbers
+    by `draw`."""
     lengths = [1 if n == 1 else 3 + 2 * dim for dim, n in enumerate(parameter.shape)]
     zeros = torch.zeros(lengths, dtype=parameter.dtype)
     if draw:
@@ -351,22 +351,23 @@ def stand_in(parameter: torch.Tensor, draw: torch.Generator | None = None) -> nn
 
 
 TRIED_ELEMENTS = 1 << 14
-"""Most elements of a large stand-in, see `trial_parameters`."""
+"""Largest number of elements of a trial parameter, see `trial_parameters`."""
 TRIED_MATRIX = 64, 128
-"""Shape of a large stand-in for a matrix: large enough for optimizers with blockwise state."""
+"""Shape of the trial parameter for a large matrix: large enough for optimizers with blockwise
+state."""
 
 
 def trial_parameters(
     parameters: Mapping[str, torch.Tensor], draw: torch.Generator
 ) -> dict[str, nn.Parameter]:
-    """Create a stand-in with random numbers for each parameter, by FQN, to try an optimizer. Most
-    are small. For each number of dimensions, the stand-in of the largest parameter has up to
-    TRIED_ELEMENTS elements, because some optimizers treat small tensors differently."""
+    """Create a trial parameter with random numbers in place of each parameter, by FQN, to try an
+    optimizer. Most are small. For each number of dimensions, that of the largest parameter has up
+    to TRIED_ELEMENTS elements, because some optimizers treat small tensors differently."""
     largest = {one.dim(): name for name, one in sorted(parameters.items(), key=_elements)}
-    stand_ins = {}
+    trials = {}
     for name, parameter in parameters.items():
         if largest[parameter.dim()] != name:
-            stand_ins[name] = stand_in(parameter, draw)
+            trials[name] = trial_parameter(parameter, draw)
             continue
         lengths = [*parameter.shape]
         if len(lengths) == 2 and math.prod(lengths) > TRIED_ELEMENTS:
@@ -375,8 +376,8 @@ def trial_parameters(
             longest = lengths.index(max(lengths))
             lengths[longest] = -(-lengths[longest] // 2)
         drawn = torch.randn(lengths, generator=draw).to(parameter.dtype)
-        stand_ins[name] = nn.Parameter(drawn, requires_grad=parameter.requires_grad)
-    return stand_ins
+        trials[name] = nn.Parameter(drawn, requires_grad=parameter.requires_grad)
+    return trials
 
 
 def _elements(named: tuple[str, torch.Tensor]) -> int:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from checkpointing.format.tensors import local_tensor
 from trainer.optim.formats import Format, format_of, parts_of
 from trainer.optim.groups import method_groups, method_of
-from trainer.optim.method import Method, MethodOptimizer, stand_in
+from trainer.optim.method import Method, MethodOptimizer, trial_parameter
 from trainer.optim.saved_state import own_state
 from trainer.recipe import Optimizer
 
@@ -97,8 +97,8 @@ def state_of(
     """Return the state of the recipe's optimizer for each parameter, by FQN; () for frozen
     parameters.
 
-    The optimizer of a factory steps once on small stand-ins of the parameters. Their dimensions
-    have distinct lengths, by which they are recognised in the shapes of the state.
+    The optimizer of a factory steps once on small parameters in place of the real ones. Their
+    dimensions have distinct lengths, by which they are recognised in the shapes of the state.
 
     Args:
         parameters: whole parameters, which may be on the meta device.
@@ -115,10 +115,10 @@ def state_of(
         }
     from trainer.optim.own import tried  # imported only if the recipe uses it
 
-    stand_ins = {name: stand_in(parameter) for name, parameter in parameters.items()}
-    kept = own_state(tried(stand_ins, options), stand_ins).tensors
+    trials = {name: trial_parameter(parameter) for name, parameter in parameters.items()}
+    kept = own_state(tried(trials, options), trials).tensors
     state = {}
-    for name, made in stand_ins.items():
+    for name, made in trials.items():
         real = dict(zip(made.shape, parameters[name].shape, strict=True))
         state[name] = tuple(
             StateTensor(

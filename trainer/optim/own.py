@@ -42,7 +42,7 @@ _UNEVEN = re.compile(r"unevenly sharded|redistribute the tensor")
 def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
     """Create the optimizer of `optimizer.factory`. Called on all ranks.
 
-    The optimizer is first tried on stand-ins, small parameters in place of the real ones, without
+    The optimizer is first tried on small parameters in place of the real ones, without
     effect on the run. For sharded parameters it gets this rank's shards as tensors if its update is
     elementwise; otherwise it gets DTensors, whose operations have the results of whole tensors.
 
@@ -88,8 +88,8 @@ def _leaving_no_trace() -> Iterator[None]:
 
 
 def tried(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
-    """Build the optimizer for `parameters`, small stand-ins of the real ones, and run one step,
-    which creates its state."""
+    """Build the optimizer for `parameters`, small parameters in place of the real ones, and run one
+    step, which creates its state."""
     with _leaving_no_trace():
         optimizer = build_own(parameters, options)
         with _stepping(options):
@@ -123,29 +123,29 @@ only one for each combination of shape and placement gets a gradient."""
 
 
 def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build: Build) -> None:
-    """Step the optimizer on small stand-ins, load its state into a second optimizer, and check that
-    both continue equally.
+    """Step the optimizer on small parameters in place of the real ones, load its state into a
+    second optimizer, and check that both continue equally.
 
     Raises:
         RecipeError: the optimizer cannot be built, a step fails, or the state cannot be saved and
             loaded.
     """
     name = options.factory
-    stand_ins = trial_parameters(parameters, torch.Generator().manual_seed(0))
-    optimizer = build(stand_ins)
+    trials = trial_parameters(parameters, torch.Generator().manual_seed(0))
+    optimizer = build(trials)
     beside: dict[str, list[Any]] = {}
     with _stepping(options):
         for number in range(STEPS):
-            _step(optimizer, stand_ins, number, options.lr)
+            _step(optimizer, trials, number, options.lr)
             # Read after the first step, which may create attributes.
             beside = beside or _kept_beside(optimizer)
     try:
-        kept = own_state(optimizer, stand_ins)
+        kept = own_state(optimizer, trials)
     except ValueError as error:
         raise RecipeError(f"optimizer.factory: {error}") from error
     copies = {
         fqn: nn.Parameter(one.detach().clone(), requires_grad=one.requires_grad)
-        for fqn, one in stand_ins.items()
+        for fqn, one in trials.items()
     }
     other = build(copies)
     with _stepping(options):
@@ -155,7 +155,7 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build
             tensor.copy_(kept.tensors[key])
         targets.put()
         for number in range(STEPS, 2 * STEPS):
-            _step(optimizer, stand_ins, number, options.lr)
+            _step(optimizer, trials, number, options.lr)
             _step(other, copies, number, options.lr)
     for key, value in _kept_beside(optimizer).items():
         if str(beside.get(key)) != str(value) and str(_kept_beside(other).get(key)) != str(value):
@@ -163,7 +163,7 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build
                 f"optimizer.factory: a step of {name} changes {key} of the optimizer itself, which "
                 "no checkpoint holds; keep it in the parameters' state or in the groups"
             )
-    for fqn, one in stand_ins.items():
+    for fqn, one in trials.items():
         if not torch.equal(one.detach().nan_to_num(), copies[fqn].detach().nan_to_num()):
             raise RecipeError(
                 f"optimizer.factory: {name} updates parameters otherwise after a checkpoint is "

@@ -335,7 +335,7 @@ def block_gradients(
         sums: logarithms of the softmax sums over all blocks, (N, n).
     """
     if on_gpu(q):
-        # The kernel takes the state of the dropout generator, and does not use it here.
+        # The kernel takes the state of the dropout generator, but does not use it without dropout.
         drawn = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return torch.ops.aten._flash_attention_backward(
             gradient, q, k, v, out, sums.contiguous(), block.query_ends, block.key_ends,

@@ -17,7 +17,8 @@ from checkpointing.format.tensors import local_tensor
 from trainer.models.versions import all_gather_single, ddp_options
 
 BUCKET_BYTES = 25 * 2**20
-"""Most bytes of a bucket: gradients that are reduced, or parameters gathered, in one collective."""
+"""Largest number of bytes of a bucket: gradients that are reduced, or parameters gathered, in one
+collective."""
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, sync: bool = False) -> nn.Module:

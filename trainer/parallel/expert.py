@@ -95,7 +95,7 @@ def _with_exchange(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Com
         """Return numbers of rows to each rank and from each rank; the permutation that sorts
         received rows by expert; and the number of rows of each expert on this rank."""
         group = mesh.get_group()  # at each call, because rejoin.py replaces the group
-        # (E): rows from rank 0 for each expert here, then from rank 1, …
+        # (E): rows from rank 0 for each expert of this rank, then from rank 1, …
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=group)
         sent, received = _rows(counts, arriving, ranks, rows)

@@ -61,7 +61,7 @@ def converted(
 def check_matmul(
     recipe: Recipe, blocks: Sequence[nn.Module], capability: tuple[int, int] | None
 ) -> None:
-    """Refuse a `precision.matmul` that cannot be computed here.
+    """Refuse a `precision.matmul` that cannot be computed on this machine.
 
     Args:
         capability: lowest compute capability of the local GPUs; None: unknown.
@@ -80,7 +80,8 @@ def check_matmul(
     if capability and capability < needed:
         shown = ".".join(map(str, capability))
         raise RecipeError(
-            f"precision.matmul: {matmul} needs {where} or above, and here it is {shown}; {instead}"
+            f"precision.matmul: {matmul} needs {where} or above, and this machine has {shown}; "
+            f"{instead}"
         )
     if find_spec("torchao") is None:
         raise RecipeError(

@@ -35,8 +35,8 @@ def apply_fsdp(
 ) -> list[nn.Module]:
     """Shard `model` in place over `mesh` (dp_replicate, dp_shard, or dp_shard alone): one unit per
     block and one for the rest of the model. Each of `experts` is a unit over `expert_mesh`. A block
-    that shares a parameter with other parts of the model belongs to the rest. Returns the blocks
-    that are units.
+    that shares a parameter with other parts of the model is no unit of its own: it belongs to the
+    unit of the rest. Returns the blocks that are units.
 
     Works on the meta device. Parameters are gathered in `dtype`. Gradients are reduced in float32,
     and summed, not averaged, because the loss is already divided by the global number of target

@@ -34,8 +34,8 @@ from checkpointing.format.tensors import local_tensor
 from trainer.recipe import RecipeError
 
 PORTION_BYTES = 8 << 20
-"""Most bytes of weights in a portion of the update, a multiple of the page size. A buffer also
-holds as many bytes of gradients and of each moment."""
+"""Largest number of bytes of weights in a portion of the update, a multiple of the page size. A
+buffer also holds as many bytes of gradients and of each moment."""
 BUFFERS = 3
 """Number of buffers: one is read into, one is updated, one is written to the file."""
 WRITES_AHEAD = 4
@@ -155,7 +155,8 @@ class OffloadFile:
             module.register_forward_pre_hook(lambda *_: read(in_forward))
             module.register_forward_hook(after)
 
-        # In backward FSDP itself gathers block number - 1 ahead, so number - 2 is read here.
+        # While a block runs backward, FSDP itself gathers block number - 1, so block number - 2 is
+        # read.
         hook(model, 0, len(blocks) - 2)
         for number, block in enumerate(blocks):
             hook(block, number + 1, number - 2)
@@ -165,8 +166,8 @@ class OffloadFile:
         before it requests the next; after the last, all parameters are updated. The update must be
         elementwise, and the state of a parameter must consist of a step count and moments.
 
-        A portion holds stand-ins: parameters in memory, with gradients and state, for a parameter
-        or a range of its elements in the file. The caller may change gradients. A range begins at
+        A portion holds copies in memory, with gradients and state, of a parameter of the file or of
+        a range of its elements. The caller may change gradients. A range begins at
         a multiple of the page size, so vector instructions process the same groups of elements as
         in the whole parameter.
         """
@@ -182,8 +183,8 @@ class OffloadFile:
                 free = self._buffers.get()  # waits until the portion before the last is written
                 reads.append(self._reader.submit(self._read, following, free, optimizer.state))
             buffer = reads.popleft().result()
-            stand_ins = [part.stand_in(buffer, optimizer.state, self._moments) for part in portion]
-            parts = list(zip(portion, stand_ins, strict=True))
+            copied = [part.in_memory(buffer, optimizer.state, self._moments) for part in portion]
+            parts = list(zip(portion, copied, strict=True))
             yield [
                 {**group, "params": [made for part, made in parts if part.group is group]}
                 for group in groups
@@ -284,7 +285,7 @@ class _FilePart:
         """Return a view of the part's bytes in a buffer, shape (copies, bytes)."""
         return buffer[:, self.position : self.position + self.stop - self.start]
 
-    def stand_in(self, buffer: torch.Tensor, state: Any, names: Sequence[str]) -> nn.Parameter:
+    def in_memory(self, buffer: torch.Tensor, state: Any, names: Sequence[str]) -> nn.Parameter:
         """Create a parameter over the part's bytes in a buffer, with gradient and optimizer
         state. `names`: names of the moments."""
         weight, gradient, *moments = self.rows(buffer).view(self.parameter.dtype)

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 DRAWN_BYTES = 4 << 30
-"""Most bytes of whole initial tensors that are drawn at once; a larger one is drawn alone."""
+"""Largest number of bytes of whole initial tensors that are drawn at once; a larger one is drawn
+alone."""
 
 Fill = Callable[[str, tuple[int, ...]], torch.Tensor]
 """Maps (FQN, global shape) to the whole initial tensor, on the CPU. Called from several threads."""
@@ -247,7 +248,8 @@ def _apply(
         apply_float8(blocks, recipe.precision.matmul)
     experts = cut_layers(model, strategy, mesh.dimension)
     # Collectives and experts stay outside the compiled code. torch compiles a recomputed block
-    # wholly or not at all, so here the parts of a block are compiled, and its recomputation is not.
+    # wholly or not at all. So with collectives or experts the parts of a block are compiled, and
+    # its recomputation is not.
     how: Literal["no", "whole", "pieces"] = "no"
     if strategy.compile:
         sent = ranks(strategy, "layers", "sequences") > 1

@@ -317,7 +317,7 @@ def counted(stages: Sequence[StageBlueprint]) -> list[tuple[tuple[ParameterShape
 
 def parts_of(unit: Sequence[ParameterShape]) -> list[list[ParameterShape]]:
     """Divide a block into parameter groups that FSDP gathers and reduces separately:
-    expert-parallel experts, and the rest."""
+    expert-parallel experts, and the other parameters."""
     experts = [shape for shape in unit if shape.divided > 1]
     rest = [shape for shape in unit if shape.divided == 1]
     return [part for part in (rest, experts) if part]

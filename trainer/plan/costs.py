@@ -78,7 +78,7 @@ class PlannedMachine:
     peak_flops: float
     """Dense peak FLOP/s of one GPU at the precision of the computation."""
     net: float = DEFAULT_NET
-    """Bytes/s between one node and the others, one way, over all its network cards."""
+    """Bytes/s between one node and all other nodes, one way, over all its network cards."""
     launch: float = LAUNCH
     """Seconds for launching a kernel."""
     call: float = CALL

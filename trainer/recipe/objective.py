@@ -24,14 +24,14 @@ class Objective:
     compare with the initial model of the run."""
 
     beta: Annotated[float, Gt(0)] | None = None
-    """beta in these papers; for orpo their lambda. Default: 2.0 for simpo, 0.1 for the others."""
+    """beta in these papers; for orpo their lambda. Default: 2.0 for simpo, otherwise 0.1."""
 
     gamma: Amount | None = None
     """For simpo: required margin of the chosen answer. Default: 1.0."""
 
     sft_weight: Amount | None = None
     """For dpo, ipo, simpo and orpo: weight of the mean cross-entropy of the chosen answer's tokens,
-    which is added to the loss. Default: 1 for orpo, 0 for the others."""
+    which is added to the loss. Default: 1 for orpo, otherwise 0."""
 
     @property
     def compares(self) -> bool:

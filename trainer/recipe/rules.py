@@ -272,7 +272,7 @@ def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     matmul, length = recipe.precision.matmul, recipe.data.seq_len
     if recipe.precision.dtype != "bf16":
         yield "precision.dtype", f"precision.matmul={matmul} goes with bf16; set bf16"
-    # The lengths of samples of data.factory are unknown here.
+    # The lengths of samples of data.factory are unknown before the data is opened.
     if matmul == "mxfp8" and not recipe.data.factory:
         multiple = 32 * strategies.cp.chunks(recipe.strategy)
         if length % multiple:

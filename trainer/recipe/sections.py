@@ -197,7 +197,7 @@ class DataCache:
     """Directory on a local disk. Copies stay there for the next run."""
 
     size: int | str
-    """Most bytes that copies may take, as 2000000000000 or "2 TB"."""
+    """Largest number of bytes that copies may take, as 2000000000000 or "2 TB"."""
 
     def __post_init__(self) -> None:
         if self.most_bytes < 1:
@@ -266,9 +266,10 @@ class Batch:
     """Sequences per optimizer step over all ranks."""
 
     micro_batch: Positive | Literal["auto"] = 1
-    """Most sequences that one rank holds in one forward pass; the rest is gradient accumulation.
-    auto: as many as `perdure plan` finds room for, halved when memory runs out (see
-    docs/strategies.md); not with run.determinism: exact."""
+    """Largest number of sequences that one rank holds in one forward pass. A larger share of the
+    global batch is computed in several passes (gradient accumulation). auto: as many as `perdure
+    plan` finds room for, halved when memory runs out (see docs/strategies.md); not with
+    run.determinism: exact."""
 
     balance: Literal["equal", "speed"] = "equal"
     """equal: ranks get equally many sequences. speed: in proportion to their measured speed, for
@@ -473,7 +474,7 @@ class Strategy:
 
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """full: recompute each block in the backward pass. selective: keep the results of matrix
-    products and attention, recompute the rest."""
+    products and attention, recompute all other operations."""
 
     compile: bool = False
     """torch.compile each block. The first step then takes longer."""

@@ -99,7 +99,7 @@ class Alerts:
         except (OSError, subprocess.SubprocessError, LookupError, ValueError) as error:
             if not self._warned:  # once, so that it does not fill the console
                 # Without command or URL: logs are shown to others, and a webhook's URL is a secret.
-                print(f"warning: {key}: {_failure(error)}; training goes on", flush=True)
+                print(f"warning: {key}: {_failure(error)}; training continues", flush=True)
             self._warned = True
 
 

@@ -30,7 +30,7 @@ from trainer.recipe import Recipe
 STEPS = 4
 """Steps of a window of measurements."""
 MOST_LISTED = 8
-"""Most shares that a message lists one by one."""
+"""Largest number of shares that a message lists one by one."""
 
 
 class SpeedShares:

@@ -52,7 +52,7 @@ def judge_step(
         return StepVerdict(
             "stop",
             f"{reason}; {skipped} steps in a row were already skipped "
-            f"(elastic.max_skipped_steps={limit}). If it goes on: lower optimizer.lr, lengthen "
+            f"(elastic.max_skipped_steps={limit}). If this continues: lower optimizer.lr, lengthen "
             "schedule.warmup_steps, or inspect the data of these steps",
         )
     return StepVerdict("skip", f"{reason}; skipped, weights unchanged ({skipped + 1} of {limit})")
@@ -67,7 +67,7 @@ def judge_weights(step: int, updated: bool, where: str) -> StepVerdict:
         where: the bad tensors and the ranks that hold them, in words.
     """
     when = "its update left" if updated else "skipped: an update before it left"
-    hint = "If it goes on: lower optimizer.lr, raise optimizer.eps, or clip gradients"
+    hint = "If this continues: lower optimizer.lr, raise optimizer.eps, or clip gradients"
     return StepVerdict("undo", f"step {step}: {when} {where}. {hint}")
 
 

@@ -1,5 +1,5 @@
 """The identity of a run: a table of all that determines the result of a step (recipe, code, data,
-weights), with short values. All nodes of a run must have the same."""
+weights), with short values. All nodes of a run must have the same table."""
 
 import hashlib
 import json

@@ -1,4 +1,5 @@
-"""What a rank does before it builds anything: read and check its inputs, and join the others."""
+"""What a rank does before it builds anything: read and check its inputs, and join the other
+ranks."""
 
 import ctypes
 import os
@@ -108,8 +109,8 @@ def join(process: TrainingProcess, inputs: RunInputs) -> Iterator[Joined]:
     other ranks on what is trained. On all ranks.
 
     Raises:
-        RecipeError: another launch trains there, the run directory cannot be written, or some ranks
-            would train something else.
+        RecipeError: another launch trains in the run directory or bucket, the run directory cannot
+            be written, or some ranks would train something else.
         StorageError: the run's bucket cannot be used.
     """
     recipe, pulse = inputs.recipe, process.pulse
@@ -162,7 +163,8 @@ def hold(recipe: Recipe) -> Iterator[Shipper | None]:
     writes it back. On rank 0.
 
     Raises:
-        RecipeError: another launch trains there, or the local directory cannot be written.
+        RecipeError: another launch trains in the run directory or bucket, or the local directory
+            cannot be written.
         StorageError: the bucket cannot be used.
     """
     occupancy = shipper = None
@@ -181,7 +183,7 @@ def hold(recipe: Recipe) -> Iterator[Shipper | None]:
         ) from error
     with shipper or nullcontext():
         yield shipper
-    if occupancy:  # not after an error: other ranks may still train there
+    if occupancy:  # not after an error: other ranks may still use the directory
         occupancy.release()
 
 

@@ -232,7 +232,7 @@ class Log:
         """Write to the ledger, once, that console output of ranks was dropped."""
         if ranks and not self._mute_reported:
             self._mute_reported = True
-            what = f"output of {ranks} rank(s) or their agents was dropped; training goes on"
+            what = f"output of {ranks} rank(s) or their agents was dropped; training continues"
             here = {"here": why} if (why := lost_output()) else {}
             self._ledger.event("output lost", what=what, **here)
 

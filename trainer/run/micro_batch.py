@@ -2,10 +2,10 @@
 
 [Note: auto] The number of sequences is chosen at the start: each rank predicts what fits on its own
 device, and all use the smallest result. A rank whose memory runs out during a pass cannot inform
-the others, which wait for it in a collective. So it writes half the number to a file in the run
-directory and fails; the restarted ranks read the file. No weight has changed by then. Agents do not
-count this as a failure, because it happens only a few times: with 1 sequence per pass, the error is
-reported to the user.
+the other ranks, which wait for it in a collective. So it writes half the number to a file in the
+run directory and fails; the restarted ranks read the file. No weight has changed by then. Agents do
+not count this as a failure, because it happens only a few times: with 1 sequence per pass, the
+error is reported to the user.
 
 The file also keeps the number that was chosen, so that restarts need no prediction. The recipe of
 an exact run must name a number, because results and the largest number of ranks depend on it.
@@ -54,8 +54,8 @@ def settled(recipe: Recipe, world: World) -> Recipe:
 
 
 def noted(recipe: Recipe, world: World) -> int | None:
-    """Return the micro-batch that `settled` wrote for worlds of this kind; None if it wrote
-    none."""
+    """Return the sequences per micro-batch that `settled` has written to the run directory for
+    worlds of this kind (`_kind`); None if there are none."""
     return _recorded(recipe).get(_kind(world))
 
 

@@ -275,10 +275,10 @@ def _check_sharded(parameters: Mapping[str, nn.Parameter], options: Optimizer) -
         mesh = init_device_mesh("cpu", (2,))
         sharded = {
             name: nn.Parameter(
-                distribute_tensor(stand_in.detach(), mesh, [Shard(0)]),
-                requires_grad=stand_in.requires_grad,
+                distribute_tensor(trial.detach(), mesh, [Shard(0)]),
+                requires_grad=trial.requires_grad,
             )
-            for name, stand_in in trial_parameters(parameters, torch.Generator()).items()
+            for name, trial in trial_parameters(parameters, torch.Generator()).items()
         }
         build_optimizer(sharded, options)
     finally:
@@ -321,7 +321,7 @@ def use_of_blocks(recipe: Recipe, task: Task, world_size: int) -> list[str]:
         ]
     effects = ["sharded one by one"] * sharded + [f"recomputed ({how})"] * recomputed
     tied = len(task.blocks) - len(without_ties(task.model, task.blocks)) if sharded else 0
-    tail = f"; FSDP gathers {tied} of them with the rest, as they share weights" if tied else ""
+    tail = f"; FSDP gathers {tied} of them with its root, as they share weights" if tied else ""
     return [f"{name_blocks(task.blocks)}: {' and '.join(effects)}{tail}"]
 
 

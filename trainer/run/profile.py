@@ -41,7 +41,8 @@ class RankRecord:
     optimizer_state: int
     buffers: int
     peak: int
-    """Most bytes that torch's allocator held at once. Excludes copies for checkpoints."""
+    """Largest number of bytes that torch's allocator held at once. Excludes copies for
+    checkpoints."""
     host: int
     """Bytes of parameters, gradients and optimizer state in host memory; 0 if the device is the
     CPU."""
@@ -166,7 +167,8 @@ class _TensorSizes:
         self._gradients_on_host = 0
 
     def watch(self) -> None:
-        """Measure the tensors that exist between steps, and register hooks for the others."""
+        """Measure the tensors that exist between steps, and register hooks that measure those of a
+        step."""
         self._weights = [*self._model.parameters.values(), *self._model.optimized.values()]
         state = (v for entry in self._optimizer.state.values() for v in entry.values())
         self._state = [value for value in state if isinstance(value, torch.Tensor)]

@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 RECIPES = "recipes"
 """Folder in the run directory that keeps the recipe of each attempt as DIGEST.yaml."""
 MOST_NAMED = 8
-"""Most changed keys named on the console."""
+"""Largest number of changed keys named on the console."""
 MOST_CHANGE_BYTES = 1 << 20
 LONGEST_SHOWN = 40
-"""Most characters of a value in a message."""
+"""Largest number of characters of a value in a message."""
 
 
 def run_state(recipe: Recipe, task: Task, world: World, init_from: str | None) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def show_recipe(directory: Path, text: str) -> None:
             if read_text(path) == text:
                 return
         write_whole(path, text)
-    except OSError as error:  # training goes on: the recipe is in recipes/ too
+    except OSError as error:  # training continues: the recipe is in recipes/ too
         logger.warning("recipe.yaml of %s is not that of this start: %s", directory, error.strerror)
 
 

@@ -378,8 +378,8 @@ def contents(run: Run) -> dict[str, Any]:
 def report_saves(
     run: Run, raised: SaveFailed | None = None, stalls: dict[int, float] | None = None
 ) -> list[SaveOutcome]:
-    """Log and return the outcomes of saves that ended since the last call. Training goes on after a
-    failed save.
+    """Log and return the outcomes of saves that ended since the last call. Training continues after
+    a failed save.
 
     Args:
         raised: a failure that the caller prints; it is logged, but not on the console.
@@ -435,7 +435,7 @@ def pause(run: Run, *, leaving: bool) -> None:
         try:
             save(run, wait=True, memory_only=memory_only)
             finish_saves(run)
-        except SaveFailed as error:  # the pause goes on: earlier checkpoints are intact
+        except SaveFailed as error:  # pause all the same: earlier checkpoints are intact
             run.log.say(f"warning: {error}")
         checkpointer.close(keep_memory=True)
 

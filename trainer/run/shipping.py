@@ -1,5 +1,5 @@
-"""Stores ledger and metrics of a run in a bucket while it trains; at a start copies them from
-there. On rank 0. See parts.py [Note: parts] and terms.py [Note: terms].
+"""Stores ledger and metrics of a run in a bucket while it trains; at a start copies them from the
+bucket. On rank 0. See parts.py [Note: parts] and terms.py [Note: terms].
 
 [Note: shipping] Ledger and metrics are written to `Recipe.directory` on the local disk, as in any
 run. In addition, each line is appended to a journal on disk, and kept in memory until a thread has
@@ -107,7 +107,7 @@ class Shipper:
     ) -> None:
         self._end.set()
         self._wake.set()
-        # A process that is recalled for another attempt must not wait here.
+        # A process that continues as a rank of the next attempt must not wait for the thread.
         if kind is None or issubclass(kind, Exception):
             self._thread.join(HURRIED_SECONDS if kind else END_SECONDS)
             if count := len(self._waiting):

@@ -1,4 +1,4 @@
-"""Speed of a run: means over each log interval, and ranks slower than the others."""
+"""Speed of a run: means over each log interval, and ranks slower than the median."""
 
 import sys
 import time

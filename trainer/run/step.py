@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trainer.run.witness import GradientComparison
 
 NAME_BYTES = 256
-"""Longest tensor name that a rank sends to the others, in bytes."""
+"""Longest tensor name that a rank sends to other ranks, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def train_step(run: Run, source: Inputs) -> StepResult:
     lr = run.rate(step)
     pulse.report(step, "staging")
     run.recall.check()
-    # From here on the state in memory is ahead of storage.
+    # From now on the state in memory is ahead of storage.
     pulse.safe = False
     with record_function("wait for checkpoint"):
         # The update writes into the tensors that the last save is still copying.
@@ -265,7 +265,7 @@ def gradients(
     step, marks = progress.step + 1, []
     # The loss is a sum over the global batch divided by the number of labels. All ranks together
     # know that number only at the end of the step, if labels are masked. So losses are divided by
-    # the number without masking here, and gradients are multiplied by usual / actual later.
+    # the number without masking at first, and gradients are multiplied by usual / actual later.
     usual = usual_count(run)
     # float64: the losses join one all-reduce with digests below 2**32, which float32 would round.
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)

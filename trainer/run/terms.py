@@ -2,14 +2,14 @@
 
 [Note: terms] Each start of rank 0 claims the next number, its *term*: it creates RUN/terms/<number>
 on the condition that the object does not exist. It stores lines under its own number only, so two
-processes never write one object. While it lives, it rewrites RUN/beats/<number>, its beat, every
-BEAT_SECONDS. The next term can be claimed at once by another process of the same job, or if the
-newest term was released, or if its launch ran on this machine only and is dead. If that launch ran
-on this machine only and is alive, the claim is refused at once. In all other cases the claimant
-first watches the beat for MISSED_BEATS times BEAT_SECONDS, and is refused if the beat changes. If
-another launch claims the next term meanwhile, the claimant watches that launch's beat instead. So
-clocks of two machines are never compared. A process that lost its term without noticing does no
-harm: its lines have its own number, and it cannot commit a checkpoint.
+processes never write one object. While it lives, it rewrites RUN/beats/<number>, its heartbeat,
+every BEAT_SECONDS. The next term can be claimed at once by another process of the same job, or if
+the newest term was released, or if its launch ran on this machine only and is dead. If that launch
+ran on this machine only and is alive, the claim is refused at once. In all other cases the claimant
+first watches the heartbeat for MISSED_BEATS times BEAT_SECONDS, and is refused if the heartbeat
+changes. If another launch claims the next term meanwhile, the claimant watches that launch's
+heartbeat instead. So clocks of two machines are never compared. A process that lost its term
+without noticing does no harm: its lines have its own number, and it cannot commit a checkpoint.
 """
 
 import json
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 TERMS, BEATS = "terms", "beats"
 BEAT_SECONDS = 5.0
 RELEASE_SECONDS = 5.0
-"""Longest wait for a beat that is being written."""
+"""Longest wait for a heartbeat that is being written."""
 RELEASED = b"released"
 _MOST_BYTES = 4096
 
@@ -77,7 +77,7 @@ def holder_of(run: ObjectPath, number: int) -> TermHolder | None:
 
 
 class Term:
-    """A claimed term of this process. A thread writes its beat until `release` or `stop`."""
+    """A claimed term of this process. A thread writes its heartbeat until `release` or `stop`."""
 
     def __init__(
         self, run: ObjectPath, number: int, own: TermHolder, before: TermHolder | None
@@ -91,19 +91,19 @@ class Term:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the beat. Another process of the job can claim the run at once, another launch after
-        MISSED_BEATS."""
+        """Stop writing the heartbeat. Another process of the job can claim the next term at once.
+        Another launch may first have to watch the heartbeat, see [Note: terms]."""
         self._end.set()
 
     def release(self) -> None:
-        """Stop the beat, and let any launch claim the run at once."""
+        """Stop writing the heartbeat, and let any launch claim the next term at once."""
         self._end.set()
         self._thread.join(RELEASE_SECONDS)
-        with suppress(CheckpointError, OSError):  # the next launch then waits for missed beats
+        with suppress(CheckpointError, OSError):  # the next launch then waits for missed heartbeats
             store_of(self._run).write(_place(self._run, BEATS, self.number), RELEASED)
 
     def _renew(self) -> None:
-        """Write the beat until another process has claimed the next term."""
+        """Write the heartbeat until another process has claimed the next term."""
         store, count = store_of(self._run), 0
         while not self._end.is_set():
             with suppress(CheckpointError, OSError):  # the store may be unreachable for a moment
@@ -194,7 +194,7 @@ def _check_conditions(run: ObjectPath) -> None:
 
 
 def _beat(run: ObjectPath, number: int) -> bytes:
-    """Return the contents of a term's beat; b"" before the first."""
+    """Return the contents of a term's heartbeat; b"" before the first."""
     with suppress(FileNotFoundError):
         return store_of(run).read(_place(run, BEATS, number))
     return b""

@@ -340,7 +340,7 @@ def summary(
     if total:
         lines += [
             "",
-            f"A collective is going on for {total / len(steps) * 1e3:,.2f} ms of each step; "
+            f"Collectives run for {total / len(steps) * 1e3:,.2f} ms of each step; "
             f"{max(0.0, 1 - exposed / total):.0%} of that is hidden behind other work. "
             f"Collectives of rank 0 per step: {calls or 'none'}.",
         ]

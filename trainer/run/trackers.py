@@ -232,7 +232,7 @@ def describe_failure(name: str, error: BaseException) -> str:
     from trainer.recipe.factory import failure
 
     what = str(error) if isinstance(error, RecipeError) else f"{name} {failure(error)}"
-    return f"{what}; training goes on"
+    return f"{what}; training continues"
 
 
 def _begin(kind: str, name: str, run_dir: Path, after: float) -> Tracker:

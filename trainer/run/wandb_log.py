@@ -104,7 +104,8 @@ def _tail(path: Path) -> int:
 
 def _records(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:
     """Yield (record, file offset of its end) for each complete record in `data`, which begins at
-    file offset `start`. The rest of a damaged block is yielded as an empty record."""
+    file offset `start`. What follows a damaged record in its block is yielded as an empty
+    record."""
     at = start
     parts: list[bytes] = []
     while True:

@@ -89,7 +89,7 @@ def run_attempt(process: TrainingProcess) -> int | None:
         if failure_report.recalls(error):
             return None
         # The first rank that exits ends the job. An error of all ranks is printed by local rank 0
-        # while the others wait; an error of one rank is printed by that rank.
+        # while the other ranks wait; an error of one rank is printed by that rank.
         return failure_report.send(error, wait=10 if local_rank else 0)
 
 

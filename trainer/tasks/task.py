@@ -81,7 +81,7 @@ class Task:
     """See `Family.flops_per_token`."""
     parameter_count: int
     trained_count: int
-    """Number of weights that the optimizer updates; the others are frozen."""
+    """Number of weights that the optimizer updates; all other weights are frozen."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Further files of checkpoints, such as config.json: name → contents."""
     pretrained: Collection[str] | None = None
@@ -125,7 +125,7 @@ def build_task(recipe: Recipe) -> Task:
     """Open the data and build the model. Needs neither a process group nor a GPU.
 
     Raises:
-        RecipeError: an input of the recipe is missing, or does not fit the others.
+        RecipeError: an input of the recipe is missing, or does not fit the other inputs.
         DataError: a prepared data set is damaged.
     """
     if recipe.data.factory:

@@ -82,7 +82,7 @@ def change_data(
 
 
 def _check(run: Path, change: DataChange, directory: str) -> None:
-    """Open the changed data as the run will, so that a wrong change fails here."""
+    """Open the changed data as the run will, so that a wrong change fails now, not in the run."""
     from trainer.tasks.task import open_streams
     from trainer.tools.report.consumption import where_it_lies
 

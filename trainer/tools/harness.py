@@ -25,7 +25,7 @@ ROWS = 8
 RESAMPLED = 1000
 """Number of bootstrap draws for the standard error of a metric without a formula for it."""
 USUAL_NEW_TOKENS = 256
-"""Most tokens of a continuation, if the task sets no limit."""
+"""Largest number of tokens of a continuation, if the task sets no limit."""
 
 
 def find_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:

@@ -368,7 +368,7 @@ def test_chats_in_every_form():
     ):
         with pytest.raises(ChatError, match="no pair: it has no rejected"):
             read_pair(record)
-    with pytest.raises(ChatError, match="both are the same"):
+    with pytest.raises(ChatError, match="both answers are equal"):
         read_pair({"chosen": said["messages"], "rejected": said["messages"]})
 
 

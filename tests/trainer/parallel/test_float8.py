@@ -153,7 +153,7 @@ def test_what_cannot_be_is_refused(tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match=r"needs a GPU of compute capability 10\.0, and there"):
         check_matmul(recipe, blocks, None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(RecipeError, match=r"or above, and here it is 9\.0; take another"):
+    with pytest.raises(RecipeError, match=r"or above, and this machine has 9\.0; take another"):
         check_matmul(recipe, blocks, (9, 0))
     with pytest.raises(RecipeError, match="no linear layer whose sizes are multiples of 32"):
         check_matmul(recipe, blocks, (10, 0))

@@ -94,7 +94,7 @@ def test_alerts_come_once_until_it_is_over(tmp_path, capsys):
     assert turn() == [*high, silent]
     (warning,) = capsys.readouterr().out.splitlines()
     why = "the environment variable NOWHERE is not set"
-    assert warning == f"warning: tracking.alerts.3: {why}; training goes on"
+    assert warning == f"warning: tracking.alerts.3: {why}; training continues"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_commands_that_hang_or_flood(tmp_path, monkeypatch, capfd, command, why)
     Alerts(tmp_path).record(1, {"time": time.time(), "loss": 9.0})
     said = capfd.readouterr()
     assert said.err == ""
-    assert said.out == f"warning: tracking.alerts.0: its command {why}; training goes on\n"
+    assert said.out == f"warning: tracking.alerts.0: its command {why}; training continues\n"
     if (tmp_path / "pid").exists():
         forked = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
         deadline = time.monotonic() + 10

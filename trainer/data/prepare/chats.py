@@ -98,7 +98,7 @@ def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
         prompt, sides = sides[0][:count], [side[count:] for side in sides]
     if not prompt or not all(sides):
         raise ChatError(
-            "no pair: there is no prompt, or an answer is missing, or both are the same"
+            "no pair: there is no prompt, or an answer is missing, or both answers are equal"
         )
     tools = _tools(record.get("tools"))
     chosen, rejected = (_chat([*prompt, *side], tools, first=len(prompt)) for side in sides)

@@ -22,8 +22,8 @@ _NOT_DATA = re.compile(
     | rejects\.jsonl | cache-.*\.arrow | \..*""",
     re.IGNORECASE | re.VERBOSE,
 )
-# As in Hugging Face's `datasets`, but eval is a test split there. A name with words of several
-# splits belongs to the one that comes first here.
+# As in Hugging Face's `datasets`, which however takes eval for a test split. A name with words of
+# several splits belongs to the split that comes first in this table.
 _WORDS: dict[NamedSplit, set[str]] = {
     "train": {"train", "training"},
     "test": {"test", "testing"},

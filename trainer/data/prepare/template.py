@@ -34,8 +34,8 @@ _BORDERS = re.compile(f"([{_BLOCK_BEGIN}{_BLOCK_END}])")
 MARKS = SPELLED_BEGIN + SPELLED_END + _BLOCK_BEGIN + _BLOCK_END
 
 SECONDS = 10
-"""Most CPU seconds of one rendering. One second later the process is killed, because an exception
-cannot interrupt an operation on huge numbers."""
+"""Longest CPU time of one rendering, in seconds. One second later the process is killed, because
+an exception cannot interrupt an operation on huge numbers."""
 MOST_CHARACTERS = LONGEST_LINE
 """Longest rendered chat, in characters."""
 ROOM = 4 << 30

@@ -98,7 +98,7 @@ def next_border(file: BinaryIO, target: int, size: int, split: Split, window: in
         file.seek(target)
         buffer = file.read(window // 4)
         return target + _window_end(buffer, 0, len(buffer))
-    place = target - 1  # the previous line may end here
+    place = target - 1  # the line before `target` may end with this byte
     file.seek(place)
     buffer = b""
     while block := file.read(BLOCK_BYTES):
@@ -148,8 +148,8 @@ def _border(
     if split == "file":
         return None
     if split == "window":
-        # So the last window has at least half of `window` bytes. Before the final block, two whole
-        # windows must be there, so that this cut cannot be the last.
+        # So the last window has at least half of `window` bytes. Before the final block, the buffer
+        # must hold two whole windows, so that this cut cannot be the last.
         if len(buffer) - position < (window * 3 // 2 if final else window * 2):
             return None
         start = position + window

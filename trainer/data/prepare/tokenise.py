@@ -157,7 +157,7 @@ class _UnitFiles:
         trained: NDArray[np.bool_] | None = None,
     ) -> None:
         """Write a document, or a part of one. `line`: line of its record in the piece. `ends`:
-        whether the document ends here. `trained`: whether each token is."""
+        whether the document ends with this text. `trained`: whether each token is."""
         self._tokens[split] += len(ids)
         self._files[split, "tokens"].write(np.asarray(ids, self._dtype).tobytes())
         if trained is not None:

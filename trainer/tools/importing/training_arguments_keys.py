@@ -12,7 +12,7 @@ from trainer.tools.importing.accelerate_keys import spelled_out
 from trainer.tools.importing.foreign_config import KeyTable, reasons
 
 _NO_MEANING = """\
-`perdure train` trains, and goes on from the newest checkpoint in run.dir
+`perdure train` trains, and continues from the newest checkpoint in run.dir
     do_train do_eval do_predict resume_from_checkpoint overwrite_output_dir local_rank ddp_backend
     ignore_data_skip restore_callback_states_from_checkpoint enable_jit_checkpoint past_index
     use_ipex use_mps_device tpu_num_cores tpu_metrics_debug xpu_backend _n_gpu dispatch_batches

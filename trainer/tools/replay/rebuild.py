@@ -225,7 +225,7 @@ def go_back(run: Run, directory: Place, step: int) -> None:
     """Load weights and moments of a step from `directory`, as `roll_back` does. Collective.
 
     Raises:
-        CheckpointError: the step is not there.
+        CheckpointError: the directory has no such step.
     """
     targets = run.model.targets_of(run.optimizer)
     with _reader(run.recipe, directory) as checkpointer:

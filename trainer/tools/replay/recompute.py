@@ -48,12 +48,12 @@ from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, Reques
 from trainer.tools.replay.why import why
 
 SHOWN = 5
-"""Problems of a span that are printed."""
+"""Largest number of problems of a span of steps that are printed."""
 
 
 @dataclass
-class Walk:
-    """The progress of recomputing one span."""
+class SpanReplay:
+    """The recomputation of one span of steps: progress, kept states and problems."""
 
     request: Request
     sources: Sources
@@ -83,7 +83,7 @@ class Walk:
             self.kept.add(run.progress.step)
 
     def problems(self, found: Iterable[str]) -> None:
-        """Record the first SHOWN problems, and count the rest."""
+        """Record the first SHOWN problems, and count those after them."""
         # A wrong state makes all later steps wrong, so the first problems suffice.
         for problem in found:
             self.problem_count += 1
@@ -111,110 +111,114 @@ def recompute(request: Request, outcome: ReplayOutcome) -> None:
     sources = Sources(run, request.data, Path(request.scratch))
     lineage = newest_lineage(read_history(run))
     for span in request.spans:
-        walk = Walk(request, sources, lineage, world, outcome, span)
+        replay = SpanReplay(request, sources, lineage, world, outcome, span)
         if request.examined:
-            _walk_from_good_state(walk)
+            _walk_from_good_state(replay)
             continue
         try:
-            _walk(walk)
-            result = _summary(walk)
+            _walk(replay)
+            result = _summary(replay)
         except AwayError as error:
             result = _named(span) + ": not compared"
             outcome.miss(str(error))
         except known_errors() as error:
-            if _checkpoint_deleted(walk):
+            if _checkpoint_deleted(replay):
                 outcome.miss(f"{_named(span)}: the run has deleted that checkpoint meanwhile")
                 continue
             result = _named(span) + ": refused"
             outcome.problem(f"{_named(span)}: {error}")
             if isinstance(error, DataError) and world.world_size > 1:
                 raise  # other ranks may have no such error, and wait for this rank
-        walk.say(result)
+        replay.say(result)
 
 
-def _walk_from_good_state(walk: Walk) -> None:
+def _walk_from_good_state(replay: SpanReplay) -> None:
     """Recompute a span. If its checkpoint cannot be loaded, begin from an older one."""
-    stored = set(walk.request.stored)
+    stored = set(replay.request.stored)
     while True:
         try:
-            return _walk(walk)
+            return _walk(replay)
         except CheckpointError as error:
-            begin, end = walk.span
+            begin, end = replay.span
             if isinstance(error, WrongModel | SaveFailed) or begin not in stored:
                 raise
             stored.remove(begin)
-            older = StepSpan(beginning(walk.lineage, stored, end), end)
-            walk = Walk(walk.request, walk.sources, walk.lineage, walk.world, walk.outcome, older)
-            walk.say(f"note: {error}; now computing {_named(older)}")
+            older = StepSpan(beginning(replay.lineage, stored, end), end)
+            replay = SpanReplay(
+                replay.request, replay.sources, replay.lineage, replay.world, replay.outcome, older
+            )
+            replay.say(f"note: {error}; now computing {_named(older)}")
 
 
-def _walk(walk: Walk) -> None:
+def _walk(replay: SpanReplay) -> None:
     """Recompute a span, rebuilding the run for each attempt on the way."""
-    lineage, span, at = walk.lineage, walk.span, walk.span.begin
-    first = walk.sources.recipe_of(lineage.attempt_of(at + 1))
-    storage = states = walk.sources.states_of(first)
-    if not walk.request.examined:
-        _check_stored(walk, storage)
+    lineage, span, at = replay.lineage, replay.span, replay.span.begin
+    first = replay.sources.recipe_of(lineage.attempt_of(at + 1))
+    storage = states = replay.sources.states_of(first)
+    if not replay.request.examined:
+        _check_stored(replay, storage)
     while at < span.end:
         attempt, until = lineage.stretch(at + 1, span.end)
-        _stretch(walk, attempt, at, until, states, storage)
-        at, states = until, walk.states
+        _stretch(replay, attempt, at, until, states, storage)
+        at, states = until, replay.states
 
 
-def _checkpoint_deleted(walk: Walk) -> bool:
+def _checkpoint_deleted(replay: SpanReplay) -> bool:
     """Whether the checkpoint that a span begins from was deleted."""
     with suppress(*known_errors()):
-        recipe = walk.sources.recipe_of(walk.lineage.attempt_of(walk.span.begin + 1))
-        names = {path.name for path in list_steps(walk.sources.states_of(recipe))}
-        return walk.span.begin > 0 and step_name(walk.span.begin) not in names
+        recipe = replay.sources.recipe_of(replay.lineage.attempt_of(replay.span.begin + 1))
+        names = {path.name for path in list_steps(replay.sources.states_of(recipe))}
+        return replay.span.begin > 0 and step_name(replay.span.begin) not in names
     return False
 
 
 def _stretch(
-    walk: Walk, attempt: Attempt, begin: int, until: int, states: Place, storage: Place
+    replay: SpanReplay, attempt: Attempt, begin: int, until: int, states: Place, storage: Place
 ) -> None:
     """Recompute steps that share a recipe, from the state of step `begin` in `states`."""
-    recipe = walk.sources.recipe_of(attempt)
-    with rebuilt(walk.sources, attempt, recipe, states, begin, walk.world) as (run, kind):
-        _steps(walk, run, kind, until, storage)
-        if until < walk.span.end:
-            walk.keep(run)
+    recipe = replay.sources.recipe_of(attempt)
+    with rebuilt(replay.sources, attempt, recipe, states, begin, replay.world) as (run, kind):
+        _steps(replay, run, kind, until, storage)
+        if until < replay.span.end:
+            replay.keep(run)
 
 
-def _steps(walk: Walk, run: Run, kind: Mapping[str, str], until: int, storage: Place) -> None:
+def _steps(
+    replay: SpanReplay, run: Run, kind: Mapping[str, str], until: int, storage: Place
+) -> None:
     """Recompute and compare steps of one rebuilt run.
 
     Args:
         kind: code, torch and hardware of this replay.
     """
-    lineage, backs = walk.lineage, walk.lineage.rollbacks
+    lineage, backs = replay.lineage, replay.lineage.rollbacks
     # The states to which a roll-back of the span returns.
-    targets = {to for after, to in backs.items() if to < after <= walk.span.end}
+    targets = {to for after, to in backs.items() if to < after <= replay.span.end}
     with _inputs(run) as inputs:
         while run.progress.step < until:
             step = run.progress.step + 1
             if run.progress.step in targets:
-                walk.keep(run)
+                replay.keep(run)
             attempt, expected = lineage.attempt_of(step), lineage.recorded(step)
             # A rounding difference stays in all later states.
-            walk.proof = _weaker(walk.proof, _provable(walk, run, attempt, kind))
-            if step == walk.request.examined:
-                _explain_step(walk, run, inputs, step)
+            replay.proof = _weaker(replay.proof, _provable(replay, run, attempt, kind))
+            if step == replay.request.examined:
+                _explain_step(replay, run, inputs, step)
                 return
             if expected and expected.skipped == "weights":  # a save of the run had found NaN
                 run.checkpointer.not_finite = "the ledger says so"
             first, result = run.progress.sequences, train_step(run, inputs)
             loss, norm = result.loss, result.grad_norm
             recomputed = StepNumbers(loss, norm, result.skipped, result.consumed)
-            _compare(walk, run, step, first, recomputed)
+            _compare(replay, run, step, first, recomputed)
             if step in backs:
                 to = backs[step]
-                go_back(run, walk.states if to in walk.kept else storage, to)
+                go_back(run, replay.states if to in replay.kept else storage, to)
             if run.task.after_step:
                 run.task.after_step(run.model, run.progress.sequences)
-            if not walk.request.examined:
-                _check_validation(walk, run, attempt)
-                _check_state(walk, run, storage)
+            if not replay.request.examined:
+                _check_validation(replay, run, attempt)
+                _check_state(replay, run, storage)
 
 
 @contextmanager
@@ -233,16 +237,16 @@ def _inputs(run: Run) -> Iterator[Inputs]:
         batches.close()
 
 
-def _provable(walk: Walk, run: Run, attempt: Attempt, kind: Mapping[str, str]) -> Proof:
+def _provable(replay: SpanReplay, run: Run, attempt: Attempt, kind: Mapping[str, str]) -> Proof:
     """Return how far a step of an attempt must agree with what this world computes."""
     start, world = attempt.start, run.world
     unlike = [
-        f"{key} was {then}, here {kind.get(key, 'none')}"
+        f"{key} was {then}, and is now {kind.get(key, 'none')}"
         for key, then in start.computed_by.items()
         if kind.get(key) != then
     ]
     if unlike:
-        walk.outcome.miss(
+        replay.outcome.miss(
             f"attempt {attempt.number} cannot be compared, as other code or machines computed it: "
             f"{', '.join(unlike)}"
         )
@@ -265,49 +269,53 @@ def _weaker(one: Proof, other: Proof) -> Proof:
 # --- comparing -------------------------------------------------------------------------------
 
 
-def _compare(walk: Walk, run: Run, step: int, first: int, recomputed: StepNumbers) -> list[str]:
+def _compare(
+    replay: SpanReplay, run: Run, step: int, first: int, recomputed: StepNumbers
+) -> list[str]:
     """Compare a step, whose first sequence is `first`, with the ledger; return a clause per
     difference."""
-    line = walk.lineage.recorded(step)
+    line = replay.lineage.recorded(step)
     if line is None:  # lost with a killed process; any other gap is in `History.problems`
         return []
     after = first + run.plan.global_batch
-    clauses = list(differences(recomputed, line, walk.proof, TOLERANCE[run.recipe.precision.dtype]))
+    tolerance = TOLERANCE[run.recipe.precision.dtype]
+    clauses = list(differences(recomputed, line, replay.proof, tolerance))
     if (first, after) != (line.first, line.after_last):
         clauses.insert(
             0,
             f"its sequences are {first} to {after - 1}, and the ledger says {line.first} to "
             f"{line.after_last - 1}",
         )
-    if line.loss is not None and walk.proof != "none":
-        walk.furthest = max(walk.furthest, relative(recomputed.loss, line.loss))
+    if line.loss is not None and replay.proof != "none":
+        replay.furthest = max(replay.furthest, relative(recomputed.loss, line.loss))
     if absent := unrecorded(recomputed, line):
-        attempt = walk.lineage.attempt_of(step).number
-        walk.outcome.miss(f"lines of attempt {attempt} have no {' and no '.join(absent)}")
-    walk.compared += 1
-    walk.problems(f"step {step}: {one}" for one in clauses)
+        attempt = replay.lineage.attempt_of(step).number
+        replay.outcome.miss(f"lines of attempt {attempt} have no {' and no '.join(absent)}")
+    replay.compared += 1
+    replay.problems(f"step {step}: {one}" for one in clauses)
     return clauses
 
 
-def _check_validation(walk: Walk, run: Run, attempt: Attempt) -> None:
-    """Validate the weights after a step if its attempt did, and compare the means. Collective."""
+def _check_validation(replay: SpanReplay, run: Run, attempt: Attempt) -> None:
+    """Validate the weights after a step if its attempt validated them, and compare the means.
+    Collective."""
     recorded = attempt.validations.get(run.progress.step)
-    if recorded is None or run.task.validation is None or walk.proof == "none":
+    if recorded is None or run.task.validation is None or replay.proof == "none":
         return
     means = evaluate(run, run.task.validation, heed=False) or {}
     tolerance = TOLERANCE[run.recipe.precision.dtype]
-    walk.problems(
+    replay.problems(
         f"the validation after step {run.progress.step}: {one}"
-        for one in other_means(means, recorded, walk.proof, tolerance)
+        for one in other_means(means, recorded, replay.proof, tolerance)
     )
 
 
-def _check_state(walk: Walk, run: Run, storage: Place) -> None:
+def _check_state(replay: SpanReplay, run: Run, storage: Place) -> None:
     """Compare weights and moments after a step with the digests that its save wrote to the ledger;
     if the ledger has none, with the checkpoint. Collective."""
     step = run.progress.step
-    recorded = walk.lineage.digests.get(step)
-    if walk.proof != "bits" or not (recorded or step in walk.request.stored):
+    recorded = replay.lineage.digests.get(step)
+    if replay.proof != "bits" or not (recorded or step in replay.request.stored):
         return
     origin = "its save recorded"
     if not recorded:
@@ -316,22 +324,22 @@ def _check_state(walk: Walk, run: Run, storage: Place) -> None:
             recorded = RankGroup(dist.group.WORLD).on_main(lambda: _stored(storage, step))
     tensors = run.model.state_of(run.optimizer)
     digests = digests_in_memory(dist.group.WORLD, model=run.model.saved, optimizer=tensors)
-    walk.problems(
+    replay.problems(
         f"step {step}: the {what} after it have another digest, {ours}, than {origin}: {theirs}"
         for what, ours, theirs in zip(digests._fields, digests, recorded or digests, strict=True)
         if ours != theirs
     )
 
 
-def _check_stored(walk: Walk, storage: Place) -> None:
+def _check_stored(replay: SpanReplay, storage: Place) -> None:
     """Compare the checkpoints at both ends of a span with the digests in the ledger. Collective;
     rank 0 reads."""
 
     def look() -> list[str]:
         problems = []
-        for step in walk.span:
-            recorded = walk.lineage.digests.get(step)
-            if not recorded or step not in walk.request.stored:
+        for step in replay.span:
+            recorded = replay.lineage.digests.get(step)
+            if not recorded or step not in replay.request.stored:
                 continue
             problems += [
                 f"the checkpoint of step {step} holds other {what} than its save wrote: their "
@@ -344,7 +352,7 @@ def _check_stored(walk: Walk, storage: Place) -> None:
         return problems
 
     with failing_alike():
-        walk.problems(RankGroup(dist.group.WORLD).on_main(look))
+        replay.problems(RankGroup(dist.group.WORLD).on_main(look))
 
 
 def _stored(storage: Place, step: int) -> SaveDigests | None:
@@ -363,35 +371,35 @@ def _named(span: StepSpan) -> str:
     return f"steps {span.begin + 1} to {span.end} from {origin}"
 
 
-def _summary(walk: Walk) -> str:
+def _summary(replay: SpanReplay) -> str:
     how = {
         "bits": "compared bit by bit",
-        "rounding": f"compared but for rounding, losses differ by {walk.furthest:.1e} at most",
+        "rounding": f"compared but for rounding, losses differ by {replay.furthest:.1e} at most",
         "none": "not compared",
     }
-    problems = f"; {walk.problem_count} problem(s), see below" if walk.problem_count else ""
-    return f"{_named(walk.span)}: {walk.compared} step(s), {how[walk.proof]}{problems}"
+    problems = f"; {replay.problem_count} problem(s), see below" if replay.problem_count else ""
+    return f"{_named(replay.span)}: {replay.compared} step(s), {how[replay.proof]}{problems}"
 
 
 # --- one step --------------------------------------------------------------------------------
 
 
-def _explain_step(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
+def _explain_step(replay: SpanReplay, run: Run, inputs: Inputs, step: int) -> None:
     """Compute a step again; print its loss, norm and digest, how they compare with the ledger, and
     on request why the step went so (why.py)."""
-    line = walk.lineage.recorded(step)
+    line = replay.lineage.recorded(step)
     batches, _ = inputs.take()
     result = gradients(run, batches, consumed(batches, run.micro_batches, run.mesh.witness))
     numbers = StepNumbers(result.loss, result.norm, _skipped(run, result, line), result.consumed)
     own = {name: p.grad for name, p in run.model.parameters.items() if p.grad is not None}
     digest, _ = digests_in_memory(dist.group.WORLD, model=own, optimizer={})
-    clauses = _compare(walk, run, step, run.progress.sequences, numbers)
+    clauses = _compare(replay, run, step, run.progress.sequences, numbers)
     if line is None:
-        walk.outcome.miss(f"the ledger has no line of step {step}")
-    attempt = walk.lineage.attempt_of(step)
-    walk.say(
-        f"step {step} of attempt {attempt.number}, on {walk.world.world_size} rank(s); the run had "
-        f"{attempt.start.world_size}"
+        replay.outcome.miss(f"the ledger has no line of step {step}")
+    attempt = replay.lineage.attempt_of(step)
+    replay.say(
+        f"step {step} of attempt {attempt.number}, on {replay.world.world_size} rank(s); "
+        f"the run had {attempt.start.world_size}"
     )
     verdict = f"skipped, for its {numbers.skipped}" if numbers.skipped else "kept"
     for name, value in (
@@ -400,11 +408,11 @@ def _explain_step(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
         ("gradients' digest", digest),
         ("verdict", verdict),
     ):
-        walk.say(f"  {name:<18} {value}")
-    walk.say(f"  {'compared':<18} {_sentence(walk, line is not None, clauses)}")
-    if walk.request.why:
-        for text in why(run, result, walk.lineage, walk.sources):
-            walk.say(text)
+        replay.say(f"  {name:<18} {value}")
+    replay.say(f"  {'compared':<18} {_sentence(replay, line is not None, clauses)}")
+    if replay.request.why:
+        for text in why(run, result, replay.lineage, replay.sources):
+            replay.say(text)
 
 
 def _skipped(run: Run, result: Gradients, line: object) -> str:
@@ -417,19 +425,19 @@ def _skipped(run: Run, result: Gradients, line: object) -> str:
     return "weights" if suspected and not_finite_anywhere(run) else ""
 
 
-def _sentence(walk: Walk, recorded: bool, clauses: Sequence[str]) -> str:
+def _sentence(replay: SpanReplay, recorded: bool, clauses: Sequence[str]) -> str:
     """Describe the result of a comparison with the ledger."""
     if not recorded:
         return "not at all: the ledger has no line of this step"
     if clauses:
         return "; ".join(clauses)
-    if walk.proof == "none":
+    if replay.proof == "none":
         return "not at all: it cannot be compared, see below"
-    if walk.proof == "bits":
+    if replay.proof == "bits":
         return "loss, norm and verdict are those of the ledger, to the last bit"
     return (
         f"loss and norm are those of the ledger but for rounding: losses differ by "
-        f"{walk.furthest:.1e}. A run in fast mode repeats its bits only on a CPU, with as many "
+        f"{replay.furthest:.1e}. A run in fast mode repeats its bits only on a CPU, with as many "
         "ranks and threads as it had"
     )
 

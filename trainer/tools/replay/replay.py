@@ -100,7 +100,7 @@ def audit(run: Path, count: int, seed: int | None, options: ReplayOptions) -> in
 
 
 def _take_threads(start: StartLine) -> None:
-    """Let torch use as many threads as an attempt did. Called before torch is loaded."""
+    """Let torch use as many threads as an attempt used. Called before torch is loaded."""
     # The order of CPU reductions, and so rounding, depends on the number of threads.
     if start.threads:
         os.environ["OMP_NUM_THREADS"] = str(start.threads)

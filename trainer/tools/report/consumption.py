@@ -28,8 +28,8 @@ from trainer.run.provenance import digest_of, other_data, recipe_file
 from trainer.tasks.task import open_streams
 
 MOST_SAMPLES, MOST_TOKENS = 5_000_000, 100_000_000
-"""Most samples located, and most tokens read, for one check. A longer run is checked at steps that
-are evenly spaced."""
+"""Largest numbers of samples located and of tokens read for one check. A longer run is checked
+at steps that are evenly spaced."""
 
 
 @dataclass
@@ -156,7 +156,7 @@ def _compare(
         return
     counts.steps += len(steps)
     claimed = {attempt.start.data for attempt in attempts}
-    # user code is not run here, so the contents of its samples are not compared
+    # a report runs no user code, so the contents of its samples are not compared
     if recipe.data.factory:
         size = size_in(*claimed) if len(claimed) == 1 else 0
         if size:  # else attempts differ (`read_history` reports it), or user code sets the order

@@ -24,7 +24,7 @@ WORTH_BYTES = 4 << 20
 _MOST_BYTES = 4 << 30
 _SAMPLE_BYTES = 1 << 16
 KEPT = 32
-"""Most cache files; the oldest are deleted."""
+"""Largest number of cache files; the oldest are deleted."""
 
 
 def cache_directory() -> Path:

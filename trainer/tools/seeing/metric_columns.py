@@ -17,9 +17,10 @@ from trainer.run.trackers import METRICS, SAMPLES
 from trainer.tools.seeing import cache
 
 MOST_KEYS = 200
-"""Most metrics that are shown, in the order of their appearance."""
+"""Largest number of metrics that are shown, in the order of their appearance."""
 _SAMPLES_BYTES, _LONGEST = 64 << 20, 4000
-"""Most bytes that are read of samples.jsonl, and most characters of a text in it."""
+"""Largest number of bytes that are read of samples.jsonl, and of characters that are shown of a
+text in it."""
 
 
 class MetricRecords:

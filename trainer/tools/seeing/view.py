@@ -38,9 +38,9 @@ from trainer.tools.seeing.metric_columns import (
 )
 
 POINTS = 4000
-"""Most points of a curve."""
+"""Largest number of points of a curve."""
 SHOWN_EVENTS, SHOWN_ATTEMPTS = 300, 400
-"""Most events and attempts that are shown, newest first."""
+"""Largest numbers of events and of attempts that are shown, newest first."""
 LATE_STEPS, LATE_SECONDS, STARTING_SECONDS = 10, 30.0, 600.0
 """A run counts as dead if it writes nothing for the time of LATE_STEPS steps and at least
 LATE_SECONDS; while it starts, for STARTING_SECONDS."""
