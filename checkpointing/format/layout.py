@@ -169,8 +169,8 @@ def lay_out(
     Args:
         section: the collection, which names the files.
         tensors: metadata by name, in the order in which files are filled.
-        max_bytes: most tensor bytes per file; a larger tensor has a file of its own. Ignored for a
-            section with a single file.
+        max_bytes: largest number of tensor bytes per file; a larger tensor has a file of its own.
+            Ignored for a section with a single file.
     """
     groups: list[dict[str, TensorMeta]] = []
     room = -1

@@ -147,7 +147,7 @@ class SegmentReader:
     Args:
         sums: collects the checksums of the bytes that are read.
         bad: collects name → file of tensors with forbidden NaN or infinity.
-        step: most bytes of a read.
+        step: largest number of bytes of a read.
         pinned: whether the buffer is pinned, for asynchronous copies to a GPU.
     """
 

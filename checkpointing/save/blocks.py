@@ -211,7 +211,7 @@ def write_blocks(
 
     Args:
         address: address of the slot on other nodes.
-        rate: most bytes per second; None: no limit.
+        rate: largest number of bytes per second; None: no limit.
         stopped: whether the save has failed; called before each block.
 
     Raises:

@@ -74,7 +74,7 @@ class Planner:
     ranks.
 
     Args:
-        max_shard_bytes: most bytes per file.
+        max_shard_bytes: largest number of bytes per file.
         of_model: section of the model's tensors: MODEL, or ADAPTER.
     """
 

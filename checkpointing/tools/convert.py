@@ -128,7 +128,7 @@ def export(
         path: a checkpoint, a run (its newest good checkpoint), or a plain directory.
         dtype: round floating point weights to it, to nearest even; None: keep them. Integers and
             8-bit floats stay as they are.
-        max_shard_bytes: most tensor bytes per file.
+        max_shard_bytes: largest number of tensor bytes per file.
         not_finite: export NaN and infinity, too. Tensors that were saved as allowed to hold them,
             such as masks, are always exported.
         merge_into: the model that `path`, an adapter, was trained over. The adapter is added to its
@@ -254,7 +254,7 @@ def import_checkpoint(
             .metadata. Small files beside them (config.json, tokenizer, licence, …) are included.
         step: step of the checkpoint; default: from the name of `out`, else 0.
         config: a config.json in place of the one in `path`.
-        max_shard_bytes: most tensor bytes per file.
+        max_shard_bytes: largest number of tensor bytes per file.
 
     Raises:
         CheckpointError: `out` exists, `path` already is a checkpoint of this package, or `step`

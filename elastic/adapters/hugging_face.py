@@ -35,7 +35,7 @@ def make_elastic(trainer: Trainer, job: Job, global_batch: int) -> Sampler:
         elastic.run(train)
 
     Args:
-        trainer: `per_device_train_batch_size` is the most samples of a pass.
+        trainer: `per_device_train_batch_size` is the largest number of samples in a pass.
             `gradient_accumulation_steps` is set to the passes that a global batch takes.
         job: the job of this rank.
         global_batch: samples per optimizer step, over all ranks.

@@ -138,8 +138,8 @@ def plan_batch(
     Args:
         global_batch: sequences per optimizer step, over all ranks.
         world_size: data-parallel ranks.
-        micro_batch: most sequences of a rank in one pass. In a fixed plan every micro-batch has
-            exactly this number, except perhaps the last of a global batch.
+        micro_batch: largest number of sequences of a rank in one pass. In a fixed plan every
+            micro-batch has exactly this number, except perhaps the last of a global batch.
         fixed: use the same micro-batches at every world size.
 
     Raises:

@@ -413,7 +413,7 @@ class Member:
         early = before and (state.version == before.version or now < self._announced.due)
         if early and not at_once and differ_only_in_arrivals(state, before or state):
             return
-        # Set first: if a read below fails, the next call of `look` reads the document again.
+        # Set first: if the store fails below, the next call of `look` reads the document again.
         self._announced.version = str(state.version).encode()
         # No node decides anything by this key, so its value carries no MAC.
         self.keys.client.set(f"{self.keys.prefix}/version", self._announced.version)

@@ -31,7 +31,7 @@ class Permutation:
         Args:
             size: at least 1.
             key: any integers; each changes the whole permutation.
-            rounds: number of rounds, for tests only; None: six or eight, as above.
+            rounds: number of rounds, for tests only; None: six, or eight for sizes below 4096.
         """
         self.size = size
         # each half of a Feistel network needs at least one bit

@@ -23,7 +23,7 @@ class Sampler:
     Args:
         size: samples of the data set.
         global_batch: samples per optimizer step, over all ranks.
-        micro_batch: most samples of a rank in one pass; None: a step is one pass.
+        micro_batch: largest number of samples of a rank in one pass; None: a step is one pass.
         seed: seed of the order; None: the samples in the order of the data set.
         rank: rank of this process among the ranks that share the batch.
         ranks: number of ranks that share the batch.
@@ -157,8 +157,8 @@ def sampler(
     Args:
         dataset: has a length; its samples are taken by index.
         global_batch: samples per optimizer step, over all ranks.
-        micro_batch: most samples of a rank in one pass, raised to 2 where ranks have unequal parts.
-            None: a step is one pass.
+        micro_batch: largest number of samples of a rank in one pass, raised to 2 where ranks have
+            unequal parts. None: a step is one pass.
         seed: seed of the order; None: the samples in the order of the data set.
         group: ranks that share the batch; None: all ranks.
 

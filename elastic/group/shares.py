@@ -101,7 +101,7 @@ def best_plan(plan: BatchPlan, paces: Sequence[float], micro_batch: int) -> Batc
         plan: any plan of these ranks. If it has one pass, the result has one pass, too, because
             further passes need memory for gradients.
         paces: seconds per sequence of each rank.
-        micro_batch: most sequences of a pass.
+        micro_batch: largest number of sequences of a pass.
     """
     single = plan.passes == 1
     if plan.fixed or not plan.lockstep:
@@ -131,7 +131,7 @@ def fastest_shares(paces: Sequence[float], units: int, most: int | None = None) 
     Args:
         paces: seconds per unit of each rank.
         units: number of units of all ranks together.
-        most: most units of a rank; None: any number.
+        most: largest number of units of a rank; None: any number.
 
     Raises:
         ValueError: there are fewer units than ranks, or more than `most` for each rank.

@@ -324,7 +324,7 @@ def lineage_of(starts: Mapping[str, StartLine], attempt: str) -> dict[str, float
 
 
 def in_lineage(record: Mapping[str, Any], lineage: Mapping[str, float]) -> bool:
-    """Whether a record of metrics.jsonl belongs to a lineage that `lineage_of` has returned. True
+    """Whether a record of metrics.jsonl counts in the lineage that `lineage_of` has returned. True
     for a record that names no attempt, or an attempt that the ledger lacks."""
     return bool(record["step"] <= lineage.get(record.get("attempt", ""), math.inf))
 

@@ -501,7 +501,8 @@ def test_what_cannot_be_compared_is_said(workspace, trained, replay, tmp_path, m
     code, output = replay("apart", "--step", "3")
     assert code == 2, output
     assert "compared           not at all: it cannot be compared" in output
-    assert re.search(r"^not compared: attempt 1 cannot .*: cpu was .*, and is now DEFAULT", output, re.M)
+    why = r"^not compared: attempt 1 cannot .*: cpu was .*, and is now DEFAULT"
+    assert re.search(why, output, re.M)
     code, output = replay("apart", "--audit", "2", "--nproc", "1")
     assert (code, problems(output)) == (2, []), output
     monkeypatch.delenv("ATEN_CPU_CAPABILITY")

@@ -103,7 +103,8 @@ def head_cross_entropy(
         hidden: (..., D).
         weight: weight of the head, (V, D).
         labels: (...) int64.
-        chunk: most logits in a chunk of at least one row; None: from the device's memory.
+        chunk: largest number of logits in a chunk; a chunk has at least one row. None: from the
+            device's memory.
         fused: `_pointwise`, compiled.
         cap: cap of the logits, see `capped`.
     """
@@ -147,7 +148,8 @@ def label_log_probs(
         start: index in the whole head of the first row of `weight`.
         group: ranks among which the rows of the head are divided, so that the gradient of
             `hidden` is this rank's term of a sum over them; None: this rank has all rows.
-        chunk: most logits in a chunk of at least one row; None: from the device's memory.
+        chunk: largest number of logits in a chunk; a chunk has at least one row. None: from the
+            device's memory.
         cap: cap of the logits, see `capped`.
     """
     device = hidden.device.type

@@ -160,7 +160,7 @@ class ParameterRows:
 def portions_of(
     parameters: Sequence[nn.Parameter], most: int, *, whole: bool
 ) -> Iterator[list[ParameterRows]]:
-    """Divide parameters into portions, and yield them in order.
+    """Divide parameters into portions for the update, and yield these in order.
 
     Args:
         most: largest number of elements of a portion; a single row may have more.

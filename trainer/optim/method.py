@@ -318,7 +318,8 @@ def update(
     """Run one optimizer step, a portion of the parameter groups at a time. Called on all ranks.
 
     Args:
-        portions: the parameter groups, portion by portion, see `ParallelModel.portions`.
+        portions: the parameter groups, each time with a part of their parameters; see
+            `ParallelModel.portions`.
         factor: factor for the gradients, from clipping and the loss scale.
         seed: seed of this step, for stochastic rounding.
     """

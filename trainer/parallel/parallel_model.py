@@ -211,8 +211,8 @@ class ParallelModel:
         return DTensor(zeros, parameter._spec, requires_grad=False)
 
     def portions(self, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
-        """Yield the optimizer's parameter groups in portions that fit in memory: without an offload
-        file, all at once."""
+        """Yield the optimizer's parameter groups, each time with as many parameters as fit in
+        memory (a portion); without an offload file, all at once."""
         return self.file.portions(optimizer) if self.file else iter([optimizer.param_groups])
 
     @property

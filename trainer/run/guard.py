@@ -39,7 +39,7 @@ def judge_step(
         grad_norm: norm of the whole gradient, after removing any loss scale.
         bad_ranks: ranks whose own loss was not finite, with all ranks that computed it together.
         skipped: steps skipped in a row before this one.
-        limit: most steps that may be skipped in a row.
+        limit: largest number of steps that may be skipped in a row.
     """
     if _finite(loss) and _finite(grad_norm):
         return StepVerdict("keep")

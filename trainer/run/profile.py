@@ -139,7 +139,7 @@ def torch_profiler(
 
 
 def peak_bytes(device: torch.device, held: int, trace: RankProfile) -> int:
-    """Return the most bytes allocated at once in the profiled steps.
+    """Return the largest number of bytes allocated at once in the profiled steps.
 
     Args:
         device: on a GPU the allocator's peak since its last reset is returned.

@@ -212,9 +212,9 @@ def load_published(
 def _portions(
     wanted: Mapping[str, torch.Tensor], in_nf4: Collection[str], ranks: RankGroup
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Yield the tensors to load: first all that are not in nf4, then portions of float32 tensors
-    that stand for nf4 weights. Requesting the next portion quantises the previous one. All ranks
-    get the same number of portions."""
+    """Yield the tensors to load: first all that are not in nf4, then float32 tensors in place of
+    nf4 weights, in portions of at most PORTION elements. Requesting the next portion quantises the
+    previous one. All ranks get the same number of portions."""
     yield {name: tensor for name, tensor in wanted.items() if name not in in_nf4}
     parts: list[list[str]] = []
     room = 0

@@ -5,7 +5,7 @@
 #
 {% if job.most == 1 %}
 # Run it in the folder in which the recipe's relative paths begin. Ctrl-C, SIGTERM and the end of the
-# terminal save and leave; the same script goes on from there.
+# terminal save and leave; the same script continues from there.
 
 {% else %}
 {% if job.secret %}
@@ -22,7 +22,7 @@
 #   {{ job.file }} store             once, on a machine that stays
 #   {{ job.file }} HOST:29400        on each node, whenever it is there; HOST runs the store
 #
-# Nodes may come and go. The same line goes on from where the run was left.
+# Nodes may come and go. The same command continues where the run stopped.
 
 {% endif %}
 {% if keys %}
