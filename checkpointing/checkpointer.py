@@ -72,14 +72,14 @@ class Checkpointer:
     the last save.
 
     After its process group was destroyed, a process may create a second Checkpointer for the same
-    directory. This ends the first one's running save without a checkpoint. The second can load the
-    last copy that the first left in memory.
+    directory. A running save of the first is then given up. The second can load the last copy that
+    the first left in memory.
 
     Args:
         directory: directory of the steps: a path, or a URL such as "s3://bucket/folder". Created at
             the first save.
-        group: the ranks that save and load together; it carries CPU tensors. None: the default
-            process group, or this process alone if there is none.
+        group: the ranks that save and load together; its backend must support CPU tensors, as gloo
+            does. None: the default process group, or this process alone if there is none.
         options: fields of `CheckpointOptions`, such as keep=2. Unlike in recipes, the default of
             `when_busy` is "wait".
 

@@ -305,8 +305,8 @@ def _of_module(key: str, module: nn.Module) -> tuple[dict[str, Tensor], dict[str
             tensors[prefix + name] = value
         else:
             raise ValueError(
-                f"{key}: its state_dict gives a copy for {name}, which nothing can be loaded into; "
-                "give the module that holds the tensor itself"
+                f"{key}: its state_dict returns a copy of {name}, so nothing can be loaded into "
+                "the tensor itself; pass the module that holds it"
             )
     return tensors, extra
 

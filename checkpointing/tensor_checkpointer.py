@@ -482,7 +482,9 @@ class TensorCheckpointer:
             state = self._load_stored(aim, step, refuse)
         if state is not None:
             return state
-        if torn:  # no checkpoint has overwritten the loaded parts
+        # Loading from memory broke off, so the targets may be partly overwritten. No checkpoint
+        # exists that could replace them.
+        if torn:
             raise DamagedCheckpoint(f"{torn}; {self.directory} has no checkpoint: start again")
         return None
 
@@ -528,8 +530,8 @@ class TensorCheckpointer:
         if damage:
             raise DamagedCheckpoint(
                 f"{self.directory}: no checkpoint can be loaded, the newest because: "
-                f"{next(iter(damage.values()))}; bring a good copy back, or move them away to "
-                "start afresh"
+                f"{next(iter(damage.values()))}; bring a good copy back, or move the damaged "
+                "checkpoints away to start afresh"
             )
         return None
 

@@ -200,8 +200,9 @@ def join(device: str = "auto", timeout_seconds: float = 1800.0) -> Job:
             start and of a step outside of `during`.
 
     Raises:
-        RuntimeError: a process group exists already, or torchrun's own rendezvous would not survive
-            a failure here. The message says what to do.
+        RuntimeError: a process group exists already, or torchrun's own c10d rendezvous shares a
+            store among several nodes, where a failure would hang the job. The message says what to
+            do.
     """
     _become_rank()
     pulse = Pulse.from_environment()

@@ -147,7 +147,8 @@ class JobClosed(SystemExit):
 
 
 class PerdureRendezvous(RendezvousHandler):
-    """torch's interface to this node's `Member` and `NodeAgent`; created in the main thread."""
+    """torch's interface to this node's `Member` and `NodeAgent`. It handles signals only if it is
+    created in the main thread."""
 
     def __init__(
         self,

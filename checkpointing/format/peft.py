@@ -77,8 +77,8 @@ def adapter_tensors(names: Iterable[str], where: str) -> AdapterTensors:
 
 
 @dataclass(frozen=True)
-class AdapterConfig:
-    """Values of adapter_config.json that a reader needs."""
+class PeftConfig:
+    """Values of PEFT's adapter_config.json that loading an adapter needs."""
 
     base: str
     """Directory of the base model; "" if the file names none."""
@@ -100,8 +100,12 @@ def write_config(
     targets: Sequence[str],
     whole: Sequence[str],
 ) -> bytes:
-    """Returns adapter_config.json of LoRA over the model in directory `base`. `targets` and `whole`
-    name linear layers and fully trained modules, by suffixes too."""
+    """Returns the contents of adapter_config.json for LoRA over the model in directory `base`.
+
+    Args:
+        targets: names of the adapted linear layers, or ends of their names.
+        whole: names of the fully trained modules, or ends of their names.
+    """
     config = {
         **_PLAIN,
         "task_type": "CAUSAL_LM",
@@ -117,7 +121,7 @@ def write_config(
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def read_config(data: bytes, where: str) -> AdapterConfig:
+def read_config(data: bytes, where: str) -> PeftConfig:
     """Parse adapter_config.json; `where` is the file's path, for messages.
 
     Raises:
@@ -136,6 +140,6 @@ def read_config(data: bytes, where: str) -> AdapterConfig:
         rank, alpha = max(1, count(config["r"])), number(config["lora_alpha"])
         base = config.get("base_model_name_or_path")
         rslora = config.get("use_rslora", False) is True
-        return AdapterConfig(a_text(base) if base else "", scale_of(rank, alpha, rslora))
+        return PeftConfig(a_text(base) if base else "", scale_of(rank, alpha, rslora))
     except (ValueError, KeyError) as error:
         raise DamagedCheckpoint(f"{where}: no adapter_config.json of LoRA: {error!a}") from error

@@ -38,7 +38,8 @@ class PlanInput:
 
 
 def by_section(model: Mapping[str, T], optimizer: Mapping[str, T]) -> dict[str, T]:
-    """Returns the values of model and optimizer in one dictionary, under joint names."""
+    """Returns the values of both sections in one dictionary, as model/<name> and
+    optimizer/<name>."""
     return {**_prefixed(MODEL.stem, model), **_prefixed(OPTIMIZER.stem, optimizer)}
 
 

@@ -230,7 +230,8 @@ class _Load:
     # --- reading -----------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read all segments of this rank. Without checksums, also require finite numbers."""
+        """Read all segments of this rank. If there are no checksums to compare, then require finite
+        numbers. Otherwise `check` requires them, after it has compared the checksums."""
         pinned = any(target.local.is_cuda for target in self._targets.values())
         with ExitStack() as stack:
             # Any thread can use any free reader, as each has its own buffers and open file.

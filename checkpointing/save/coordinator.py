@@ -273,7 +273,8 @@ class Coordinator:
         # began.
         if request.contents.directory != str(self._directory):
             self._move(location(request.contents.directory))
-        # In turn, so that with two slots the last complete one is never overwritten.
+        # Slots are used in turn, so that with two or more slots a save never overwrites the last
+        # complete slot.
         self._slot = (self._slot + 1) % min(self._slots.values())
         self._save = save = _Save(key, request.contents, self._slot, time.monotonic())
         self._failed = None

@@ -334,7 +334,8 @@ class WriterClient:
                 self._tracker.lost_writer()
             except WriterGoneError:
                 self._tracker.lost_writer()
-            # The new process creates new slots, or takes the old ones over under other paths.
+            # The new process makes new slots, or gives old ones new paths; so this rank lets go of
+            # the old.
             staging.release()
             link.restart(begin.key[1] if lost else 0)
         staging.move(self.slots(plan))

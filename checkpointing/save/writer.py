@@ -263,7 +263,8 @@ class Writer:
             if isinstance(answer, msg.SaveAdmitted) and (
                 self._current is None or self._current.key != key
             ):
-                # The coordinator was restarted. The loss of its predecessor ended this save here.
+                # The coordinator was restarted. This node gave the save up when it lost the
+                # coordinator before.
                 self._to_coordinator(msg.NodeCannotSave(key, msg.NodeSaveFailure(GIVEN_UP)))
             return
         self._answered = key[1]  # an answer that arrives again after a reconnect is ignored

@@ -187,11 +187,11 @@ class Storage(Protocol[P]):
         """
 
     def reading_lock(self, step: P) -> AbstractContextManager[None]:
-        """Implements `steps.reading_lock`."""
+        """Keep retention from deleting a step during the block. See `steps.reading_lock`."""
 
     def unless_read(self, step: P) -> AbstractContextManager[bool]:
-        """Keep readers from a step during the block; yields False if the step is being read, and
-        True where there are no locks."""
+        """Keep readers from a step during the block, and yield True. Where there are no locks,
+        yields True all the same. If the step is being read, yields False and locks nothing."""
 
 
 # --- object stores --------------------------------------------------------------------------------
@@ -267,7 +267,8 @@ class ObjectStore(Protocol):
         """Returns tokens of new uploads for objects of the given sizes."""
 
     def open_upload(self, path: ObjectPath, token: str, size: int) -> FileWriter:
-        """Returns a writer for an upload that any process has begun."""
+        """Returns a writer for an upload that this or another process has begun. `size`: of the
+        whole object, in bytes."""
 
     def uploads(self, path: ObjectPath) -> list[Upload]:
         """Returns the uploads below a directory that were neither finished nor aborted."""

@@ -4,9 +4,10 @@ Credentials, region and endpoint are found as by every AWS tool: AWS_ACCESS_KEY_
 AWS_ENDPOINT_URL, ~/.aws/config, the role of the machine, …. An old store that does not support
 checksums of requests needs AWS_REQUEST_CHECKSUM_CALCULATION=when_required.
 
-A tensor file is a multipart upload with one part for each block, begun by the coordinator. An
-aborted upload cannot be finished. So a writer that was wrongly thought dead cannot change a
-checkpoint that another run has committed since.
+A tensor file is a multipart upload with one part for each block, begun by the coordinator. Whoever
+removes a dead process's unfinished step aborts its uploads. An aborted upload cannot be finished.
+So a writer that was wrongly thought dead cannot change a checkpoint that another run has committed
+since.
 """
 
 import errno

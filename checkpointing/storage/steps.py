@@ -92,7 +92,8 @@ class CheckedBlocks:
         Raises:
             DamagedCheckpoint: the checksum is wrong; the message names file and block.
         """
-        self._held = None  # so that an error leaves no unchecked bytes in use
+        # If reading or the checksum fails, the buffer must not count as checked.
+        self._held = None
         size = self._file.read_into([self._buffer], block * BLOCK_BYTES)
         if self._record is not None and (
             block >= len(self._record.checksums)
@@ -350,7 +351,7 @@ def hugging_face_tensors(path: Place) -> dict[str, StoredTensor]:
             if name in tensors:
                 raise DamagedCheckpoint(
                     f"{path}: {printable(name)} is in {tensors[name].file} and in {file}, and "
-                    f"{MODEL.index} names both files; remove those that are left of another save"
+                    f"{MODEL.index} names both files; remove the files that another save left there"
                 )
             tensors[name] = tensor
     for name, file in weight_map.items():

@@ -345,10 +345,13 @@ def _new_directory(out: Path) -> Iterator[Path]:
         tmp.mkdir(mode=0o755)  # no other user can write to the directory
         yield tmp
         sync_directory(tmp)
-        os.rename(tmp, out)  # the directory appears at once, and is durable before
+        os.rename(tmp, out)  # `out` appears at once, with contents that are durable already
         sync_directory(out.parent)
     except OSError as error:
-        raise CheckpointError(f"cannot write {explain(error)}; nothing is left of it") from error
+        # If only the last sync failed, `out` exists and is complete.
+        raise CheckpointError(
+            f"cannot write {out}: {explain(error)}; no unfinished directory is left"
+        ) from error
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
 

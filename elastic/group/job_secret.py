@@ -97,23 +97,22 @@ def read_secret(path: Path) -> Secret:
             status, data = os.fstat(descriptor), file.read(4096).strip()
     except OSError as error:
         raise SecretError(
-            f"the secret of the job: {path}: {error.strerror}; name a file of yours by "
-            f"{SECRET_FILE}"
+            f"the secret of the job: {path}: {error.strerror}; set {SECRET_FILE} to a file of yours"
         ) from error
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         raise SecretError(
             f"the secret of the job: {path} is not a file of yours (uid {os.geteuid()}) but of uid "
-            f"{status.st_uid}; remove it, or name another file by {SECRET_FILE}"
+            f"{status.st_uid}; remove it, or set {SECRET_FILE} to another file"
         )
     if status.st_mode & 0o077:
         raise SecretError(
             f"the secret of the job: others may read {path} (mode {status.st_mode & 0o777:o}); if "
-            f"nobody has, chmod 600 it; else remove it, or name another file by {SECRET_FILE}"
+            f"nobody has, chmod 600 it; else remove it, or set {SECRET_FILE} to another file"
         )
     if len(data) < MIN_BYTES:
         raise SecretError(
             f"the secret of the job: {path} has {len(data)} bytes, fewer than {MIN_BYTES}; remove "
-            f"it, or name another file by {SECRET_FILE}"
+            f"it, or set {SECRET_FILE} to another file"
         )
     return Secret(hashlib.sha256(data).digest())  # a key of BLAKE2b has at most 64 bytes
 
@@ -142,6 +141,6 @@ def make_secret(path: Path) -> None:
                 aside.unlink(missing_ok=True)
     except OSError as error:
         raise SecretError(
-            f"the secret of the job: cannot create {path}: {error.strerror}; name another file by "
-            f"{SECRET_FILE}"
+            f"the secret of the job: cannot create {path}: {error.strerror}; set {SECRET_FILE} to "
+            "another file"
         ) from error

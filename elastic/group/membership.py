@@ -152,9 +152,9 @@ class Membership:
     arrived: tuple[str, ...] = ()
     """Nodes that wait for the next round."""
     lost: Failure | None = None
-    """Failure because of which this round ends: that of the node lost last, or see `accuse`."""
+    """Failure that ends this round, such as the loss of a node; None: no failure."""
     cause: Failure | None = None
-    """Failure that ended the round before."""
+    """Failure that ended the previous round; None: no failure."""
     failures: tuple[Failure, ...] = ()
     """Newest failures of processes, oldest first; as many as decide about the job's end."""
     struck: tuple[Failure, ...] = ()
@@ -328,7 +328,8 @@ def heed_all(state: Membership, requests: Mapping[str, NodeRequest], now: float)
     node after another, in time linear in their number."""
     state = leave(state, *(node for node, request in requests.items() if request.leaves))
     arriving = {node: request for node, request in requests.items() if not request.leaves}
-    # While the document has fewer than two nodes, an arrival may begin another job.
+    # A node that finds no other node in the membership document begins a new job. So requests are
+    # applied one by one until the document has two nodes.
     while arriving and len(all_nodes(state)) < 2:
         node = next(iter(arriving))
         state = heed(state, node, arriving.pop(node), now)
@@ -566,7 +567,7 @@ def fail(
     if state.closed or (state.round, state.generation) != (round, generation):
         return state
     before = [replace(entry, evidence="") for entry in state.failures if not entry.mended]
-    # So many failures suffice to exceed `limits.restarts`.
+    # One failure more than `limits.restarts` suffices to exceed this limit.
     failures = (*before, failure)[-limits.restarts - 1 :]
     if failure.mended:
         return _continue(replace(end_alarm(state), failures=failures), failure)

@@ -1,12 +1,13 @@
 """The agent of a node: a thread in torchrun's process that runs the training processes of its
 ranks.
 
-[Note: node] torchrun starts a stand-in per rank (standin.py), and restarts the stand-ins when the
-membership changes. A stand-in sends its program to the agent, over a Unix socket. The agent has the
-zygote (zygote.py) fork a process that runs the program. When a training process fails, the agent
-reports that to the membership, which begins a new generation of training processes. The agents of
-all nodes then recall the processes of the old generation, which continue as ranks of the new one
-(recall.py), or kill them. They fork the ranks that are missing. torchrun notices nothing.
+[Note: node] torchrun starts a stand-in per rank (standin.py). It restarts the stand-ins when a node
+joins, leaves or is lost. A stand-in sends its program to the agent, over a Unix socket. The agent
+has the zygote (zygote.py) fork a process that runs the program. When a training process fails, the
+agent records the failure in the membership document, and a new generation of training processes
+begins. The agents of all nodes then recall the processes of the old generation, which continue as
+ranks of the new generation (recall.py), or kill them. They fork processes for the ranks that have
+none. torchrun does not notice a new generation.
 
 One thread does all this, one message at a time. It never waits for the store. The thread of
 `Member` waits for it, and wakes the agent's thread when the membership document has changed.
@@ -143,8 +144,8 @@ class NodeAgent:
         self._thread.start()
 
     def facts(self, timeout: float) -> JobFacts | None:
-        """Returns the job's description by the program, once the zygote has sent it; None if that
-        takes longer than `timeout` seconds. Called from any thread."""
+        """Wait until the zygote has sent the program's description of the job, and return this
+        description; None after `timeout` seconds. Called from any thread."""
         with suppress(TimeoutError):
             return self._facts.result(timeout)
         return None
@@ -392,7 +393,7 @@ class NodeAgent:
         with `code`."""
         self._kill(rank)
         self._ranks.pop(rank.local_rank, None)
-        with suppress(OSError):  # the stand-in has ended already
+        with suppress(OSError):  # the stand-in may have ended already
             rank.connection.send(json.dumps({"code": code}).encode())
         self._close(rank)
 
@@ -449,7 +450,7 @@ class NodeAgent:
             CAUSE: json.dumps(cause and asdict(cause)),
         }
         if state.round > state.first or generation:
-            # The time to the first step is measured from the failure.
+            # The time to the first step is measured from the failure, else from now.
             environment[LAUNCHED_AT] = str(cause.at if cause else time.time())
         return environment
 

@@ -32,7 +32,8 @@ def until_input_ends(niceness: int) -> threading.Event:
     Args:
         niceness: number added to the niceness of this process, as by `os.nice`.
     """
-    for number in SIGNALS:  # Slurm signals every process, while the owner may still send work
+    # Slurm signals companions too; they go on, as their owner may still send them work.
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.nice(niceness)
     ended = threading.Event()

@@ -61,7 +61,8 @@ def goodput(history: History) -> Goodput:
             good, bad, lost = time_in_steps(history, attempt)
             kept, skipped, redone = kept + good, skipped + bad, redone + lost
             rest = max(0.0, attempt.finished - _first_step_began(attempt) - good - bad - lost)
-            # The stall is measured separately, so rounding may make it larger than the rest.
+            # `rest` is the attempt's time outside of steps. Stalls by saves are measured
+            # separately, so by rounding their sum may exceed it.
             stall = min(rest, sum(save.get("stall") or 0.0 for save in attempt.saves))
             stalled, between = stalled + stall, between + rest - stall
     for before, after in pairwise(attempts):

@@ -169,7 +169,7 @@ def test_nothing_is_written_over_and_nothing_damaged_is_exported(run, tmp_path):
 def test_a_full_disk_ends_in_one_line_and_leaves_nothing(run, tmp_path):
     def attempt():
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        with pytest.raises(CheckpointError, match=r"cannot write \S+: File too large \(EFBIG\)"):
+        with pytest.raises(CheckpointError, match=r"cannot write \S+: \S+: File too large \(EFB"):
             export(run, tmp_path / "out")
         assert os.listdir(tmp_path) == ["run"]
 

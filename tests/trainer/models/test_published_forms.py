@@ -527,7 +527,7 @@ REFUSED: dict[str, tuple[str, Form, tuple[str, ...]]] = {
     "a tensor in two files": (
         "llama",
         lambda folder: sharded(folder, twice="model.norm.weight"),
-        ("model.norm.weight is in model-00001", "left of another save"),
+        ("model.norm.weight is in model-00001", "remove the files that another save left there"),
     ),
     "a tensor in no file": (
         "llama",
