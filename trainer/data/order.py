@@ -91,8 +91,8 @@ class Order:
         )
 
     def __reduce__(self) -> tuple:
-        # Not by attributes: the caches hold lambdas, which cannot be pickled. The counts stand for
-        # the weights, because as weights they give the same counts.
+        # Pickled by arguments, as the caches hold lambdas, which cannot be pickled. The block
+        # counts serve as weights, as they give the same counts.
         return Order, (self._sizes, [float(count) for count in self._blocks.counts], self._seed)
 
     def locate(

@@ -1,4 +1,4 @@
-"""A stream of a user's own data set, by position."""
+"""Fetches micro-batches of a user's own data set by their positions in the order of the data."""
 
 import hashlib
 import json

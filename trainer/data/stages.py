@@ -120,7 +120,8 @@ class StagedOrder:
         eras = self._sources[source].eras
         epochs, places = eras[number].place(turns)
         samples = np.empty_like(turns)
-        # An old sample is found by its turn in the previous era, which may lead to an earlier era.
+        # A sample that was left over from the previous era is looked up there, by its turn in that
+        # era. It may have been left over from a still earlier era.
         left, of, which = np.arange(len(turns)), epochs, places
         while len(left):
             era = eras[number]

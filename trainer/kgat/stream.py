@@ -192,8 +192,9 @@ class UserStream:
         return "users"
 
     def fetch(self, positions: Sequence[int]) -> Batch:
-        """Return users (B,), and the known and the wanted items of each, (B, K) and (B, L) int64,
-        padded with the number of items."""
+        """Return the users (B,) at `positions`, the items to exclude from each user's ranking
+        (B, K), and the items to find (B, L). All are int64. Short rows are padded with the size of
+        the catalogue, which is no item."""
         users = self._users[np.asarray(positions)]
         return _tensors(
             users=users,

@@ -176,7 +176,7 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def most_logits(tensor: Tensor) -> int:
-    """Return the largest number of logits in a chunk on the device of `tensor`."""
+    """Return the largest allowed number of logits in a chunk, on the device of `tensor`."""
     if not on_gpu(tensor):
         return LOGITS_ON_CPU
     memory = torch.cuda.get_device_properties(tensor.device).total_memory
@@ -184,7 +184,7 @@ def most_logits(tensor: Tensor) -> int:
 
 
 def logits_in(memory: float) -> int:
-    """Return the largest number of logits in a chunk on a GPU of `memory` bytes."""
+    """Return the largest allowed number of logits in a chunk, on a GPU of `memory` bytes."""
     return int(CHUNK_SHARE * memory) // BYTES_PER_LOGIT
 
 

@@ -301,8 +301,8 @@ def build_theirs(directory: Place, reason: str) -> BuiltModule:
     if model_type not in CONFIG_MAPPING:
         code = ", and code in a checkpoint is not run" if "auto_map" in config_json else ""
         raise ConfigError(
-            f"{file}: transformers {installed} knows no model_type {model_type!r}{code}; train it "
-            "through model.factory (docs/extending.md)"
+            f"{file}: transformers {installed} knows no model_type {model_type!r}{code}; train "
+            "this model through model.factory (docs/extending.md)"
         )
     ours = {key: value for key, value in config_json.items() if key.lstrip("_") not in _ELSEWHERE}
     try:
@@ -405,8 +405,8 @@ def _names_in_files(theirs: Any, directory: Place) -> dict[str, str]:
     if missing:
         raise ConfigError(
             f"{directory}: its files lack {missing[0]}, which transformers makes of other tensors "
-            "in them, and Perdure reads weights as they are; train it through model.factory "
-            "(docs/extending.md)"
+            "in them, and Perdure reads weights as they are; train this model through "
+            "model.factory (docs/extending.md)"
         )
     return renamed
 
@@ -482,7 +482,7 @@ def _parameters_on_meta() -> Iterator[None]:
 def _refusal(name: object, problem: str) -> RecipeError:
     return RecipeError(
         f"model.init_from: {name} of transformers {problem}, so it cannot be trained this way; "
-        "train it through model.factory (docs/extending.md)"
+        "train this model through model.factory (docs/extending.md)"
     )
 
 

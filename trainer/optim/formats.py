@@ -209,7 +209,7 @@ def noise(
         torch.add(rows, where.columns, out=out.view(len(rows), len(where.columns)))
     hashed.bitwise_xor_(hashed >> 30).mul_(MIX1)
     hashed.bitwise_xor_(hashed >> 27).mul_(MIX2)
-    # Without the lowest of the four 16-bit words, which the hash mixes least.
+    # The lowest of the four 16-bit words is left out, because the hash mixes it least.
     return hashed.view(torch.int16).view(-1, 4).T[1:]
 
 

@@ -157,8 +157,8 @@ def _by_shard_group(
 
 
 def _rounds(matrices: Sequence[nn.Parameter], ranks: int) -> Iterator[list[nn.Parameter]]:
-    """Yield rounds of `ranks` matrices, largest first. Rank n orthogonalises the n-th matrix of a
-    round."""
+    """Yield rounds of `ranks` matrices, largest first; the last round may have fewer. Rank n
+    orthogonalises matrix n of a round."""
 
     def work(matrix: nn.Parameter) -> tuple[int, int]:
         return -min(matrix.shape), -max(matrix.shape)
@@ -180,8 +180,8 @@ def _at_owners(
 
     Args:
         matrices: the matrices of a round, sharded over the dimensions `axes` of `mesh`.
-        slices: this rank's shard of each matrix. Matrix n is sent to rank n, modulo the number of
-            ranks, of the first of `axes`.
+        slices: this rank's shard of each matrix. Matrix n is sent to rank n % R of the mesh
+            dimension axes[0], which has R ranks.
 
     Returns:
         This rank's shard of each orthogonalised matrix.

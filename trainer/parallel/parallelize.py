@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 DRAWN_BYTES = 4 << 30
-"""Largest number of bytes of whole initial tensors that are drawn at once; a larger one is drawn
+"""Largest number of bytes of whole initial tensors that are drawn at once; a larger tensor is drawn
 alone."""
 
 Fill = Callable[[str, tuple[int, ...]], torch.Tensor]
@@ -172,7 +172,8 @@ def parallelize(
             _fill(drawn, fill, cores)
 
     replicas = mesh.data_mesh
-    # Buffers of the bundled models change only between steps, and equally on all ranks.
+    # Buffers of a user's model or family may change within a step, and differ between ranks, so
+    # they are broadcast. Those of bundled models change only between steps, equally on all ranks.
     drifting = (recipe.model.factory or recipe.model.family) and replicas.size() > 1
 
     def share_buffers() -> None:

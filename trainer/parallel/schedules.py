@@ -126,11 +126,11 @@ class Simulation(NamedTuple):
     ended: list[float]
     """When each of `arrangement.steps` ends."""
     busy: list[float]
-    """Per rank, time spent in actions."""
+    """Time that each rank spends in actions."""
 
     @property
     def spans(self) -> list[list[ActionSpan]]:
-        """Per rank, its actions with their times."""
+        """For each rank, its actions and when they begin and end."""
         spans: list[list[ActionSpan]] = [[] for _ in self.busy]
         for (rank, action, _), began, ended in zip(
             self.arrangement.steps, self.began, self.ended, strict=True

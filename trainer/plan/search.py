@@ -95,8 +95,8 @@ class Plan:
 
 def make_plan(recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "cuda"]) -> Plan:
     """Predict all strategies for `recipe` on `machine`. Model parallelism is included if the recipe
-    uses it, if nothing else fits without offload, and from MANY GPUs on. Of its candidates, those
-    that cannot be faster than a candidate that fits are skipped.
+    uses it, if nothing else fits without offload, or if there are at least MANY GPUs. Candidates
+    with model parallelism that cannot be faster than one that fits are skipped.
 
     Raises:
         RecipeError: the recipe cannot run on so many ranks, or its model cannot be traced.

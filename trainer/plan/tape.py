@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.plan.live import LiveTensors
 from trainer.plan.storages import storage_of
-from trainer.plan.work import FusedOperators, Kernel, Work, is_kernel, kernel_of
+from trainer.plan.work import FusedOperators, KernelWork, Work, is_kernel, kernel_of
 
 
 class PassTraffic(NamedTuple):
@@ -98,7 +98,7 @@ class _Phase:
     """Bytes after backward of expert-parallel experts."""
     rest: int = 0
     """Peak after backward of expert-parallel experts."""
-    work: list[Kernel] = field(default_factory=list)
+    work: list[KernelWork] = field(default_factory=list)
     fused: FusedOperators | None = None
     """The operators that torch.compile would fuse with the next operator; None: none."""
     sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PassTraffic._fields, 0.0))

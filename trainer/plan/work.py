@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry
 from trainer.plan.storages import storage_of
 
 
-class Kernel(NamedTuple):
+class KernelWork(NamedTuple):
     """Work of an operator, or of a compiled kernel, over its launches in a pass."""
 
     operations: float
@@ -21,14 +21,14 @@ class Kernel(NamedTuple):
     """Whether the kernel is attention, which reaches a smaller fraction of the peak."""
     launches: int = 1
 
-    def repeated(self, times: int) -> "Kernel":
+    def repeated(self, times: int) -> "KernelWork":
         """Return the work of `times` as many launches."""
         operations, traffic = times * self.operations, times * self.traffic
-        return Kernel(operations, traffic, self.attention, times * self.launches)
+        return KernelWork(operations, traffic, self.attention, times * self.launches)
 
 
-Work: TypeAlias = tuple[Kernel, ...]
-"""All kernels of a pass."""
+Work: TypeAlias = tuple[KernelWork, ...]
+"""Work of all kernels of a pass."""
 
 _NO_TRAFFIC = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach"}
 _NAMESPACES = ("aten", "torch_attn", "perdure")
@@ -52,10 +52,10 @@ class FusedOperators:
         for place, tensor in made.items():
             self._written[place] = (weakref.ref(storage_of(tensor)), tensor.nbytes)
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> KernelWork:
         """Return the work of the kernel."""
         written = sum(nbytes for storage, nbytes in self._written.values() if storage() is not None)
-        return Kernel(0.0, float(sum(self._read.values()) + written))
+        return KernelWork(0.0, float(sum(self._read.values()) + written))
 
 
 def is_kernel(operator: Any, result: Any) -> bool:
@@ -65,13 +65,13 @@ def is_kernel(operator: Any, result: Any) -> bool:
     return bool(_tensors(result)) and not operator.is_view
 
 
-def kernel_of(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int) -> Kernel:
+def kernel_of(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int) -> KernelWork:
     """Return the work of an operator for which `is_kernel` is true."""
     touched = (*_tensors((args, kwargs)).values(), *_tensors(result).values())
     traffic = sum(tensor.numel() * tensor.element_size() for tensor in touched)
     operations = _operations(operator, args, kwargs, result, seq_len)
     name = operator.overloadpacket.__name__
-    return Kernel(operations, float(traffic), "attention" in name or "varlen" in name)
+    return KernelWork(operations, float(traffic), "attention" in name or "varlen" in name)
 
 
 def _tensors(tree: Any) -> dict[int, torch.Tensor]:

@@ -104,7 +104,7 @@ def read_tree(
         raise RecipeError(f"{where}: not valid YAML: {_problem(error)}") from None
     if not isinstance(tree, dict):
         sections = " of sections such as `run:` and `data:`" if what == "recipe" else ""
-        raise RecipeError(f"{path}:1: a {what} is a mapping{sections}")
+        raise RecipeError(f"{path}:1: a {what} is a mapping{sections}; write `key: value` lines")
     for override in overrides:
         problems += apply_override(tree, override, origins)
     return tree, origins, problems
@@ -186,7 +186,8 @@ class _Reader:
 
     def _scalar(self, node: yaml.Node, path: Key) -> Any:
         if node.tag == "tag:yaml.org,2002:bool" and node.value.lower() not in ("true", "false"):
-            # YAML 1.1 reads on, off, yes and no as booleans; `wandb: off` is a string.
+            # YAML 1.1 reads on, off, yes and no as booleans; in a recipe they are strings, as in
+            # `wandb: off`.
             return str(node.value)
         try:
             # SafeLoader builds only plain values, whatever tags the file has.

@@ -42,7 +42,7 @@ from trainer.run.provenance import changes_of_start, describe_changes, digest_of
 from trainer.run.reference import Reference
 from trainer.run.saves import UNWRITTEN, load_beginning, restore
 from trainer.run.speed import peak_flops
-from trainer.run.state import Progress, Run, TrainingProcess
+from trainer.run.state import ProcessContext, Progress, Run
 from trainer.run.step import compute_pass
 from trainer.tasks.task import Task, optimizer_options
 from trainer.tasks.text_model import documents_for
@@ -76,7 +76,7 @@ class BuiltModel:
 
 
 @contextmanager
-def build(process: TrainingProcess, joined: Joined) -> Iterator[BuiltModel]:
+def build(process: ProcessContext, joined: Joined) -> Iterator[BuiltModel]:
     """Build model and optimizer, or keep those of this process's last run, see
     trainer/parallel/rejoin.py. On all ranks."""
     task, world, recall = joined.inputs.task, joined.world, process.recall
@@ -151,7 +151,7 @@ def with_copied_model(task: Task) -> Task:
 
 
 @contextmanager
-def restore_state(process: TrainingProcess, built: BuiltModel) -> Iterator[Run]:
+def restore_state(process: ProcessContext, built: BuiltModel) -> Iterator[Run]:
     """Restore the newest checkpoint, else begin with `model.init_from` or drawn weights; then begin
     the ledger's lines of this attempt. On all ranks."""
     recipe, task, model, checkpointer = built.recipe, built.task, built.model, built.checkpointer
@@ -270,8 +270,8 @@ def start_line(
 def shares_by_speed(
     recipe: Recipe, mesh: Mesh, plan: BatchPlan, model: ParallelModel, task: Task
 ) -> Iterator["SpeedShares | None"]:
-    """Yield the shares of `batch.balance: speed`, for which the model is timed while entered; None
-    if all shares are equal, as in `plan`."""
+    """Yield the shares of `batch.balance: speed`; None if all shares are equal, as in `plan`. Until
+    the exit, forward passes of the model are timed, by which the shares are chosen."""
     if recipe.batch.balance == "equal" or mesh.dp_size == 1:
         yield None
         return
@@ -311,7 +311,7 @@ def check_documents(model: ParallelModel, recipe: Recipe, task: Task, device: to
     if not isinstance(theirs, TransformersModel) or not documents_for(recipe):
         return
     if not recipe.data.sources or not length or recipe.strategy.compile:
-        return  # compiling for these short sequences would take long
+        return  # with strategy.compile, compiling for these short sequences would take long
     ids = torch.arange(2 * length, device=device)[None] % theirs.vocab_size
     documents = torch.arange(2 * length, device=device)[None] // length
     labels = ids.roll(-1, 1).masked_fill(documents == 0, IGNORED_LABEL)

@@ -1,5 +1,6 @@
-"""Decides by the loss and gradient norm of a step whether to keep, skip, stop or undo it. Pure.
-Defines the error for steps that ranks compute differently."""
+"""Decides whether a step's update is applied or skipped, whether the run stops, and whether earlier
+weights are loaded. Pure functions of global values. Also defines the error for steps that ranks
+compute differently."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -32,7 +32,7 @@ from trainer.run.identity import Agreement, check_agreement, identify, of_recipe
 from trainer.run.preflight import check_inputs
 from trainer.run.provenance import keep_recipe, read_changes
 from trainer.run.shipping import Shipper
-from trainer.run.state import TrainingProcess
+from trainer.run.state import ProcessContext
 from trainer.tasks.task import Task, build_task, open_streams
 
 
@@ -70,7 +70,7 @@ class RunInputs:
     """All that determines a step, see identity.py."""
 
 
-def read_inputs(process: TrainingProcess) -> RunInputs:
+def read_inputs(process: ProcessContext) -> RunInputs:
     """Read the recipe and what it names, and check them, before anything of the run is written or a
     GPU is claimed.
 
@@ -104,7 +104,7 @@ class Joined:
 
 
 @contextmanager
-def join(process: TrainingProcess, inputs: RunInputs) -> Iterator[Joined]:
+def join(process: ProcessContext, inputs: RunInputs) -> Iterator[Joined]:
     """Keep other launches out of the run while entered, join the process group, and agree with the
     other ranks on what is trained. On all ranks.
 

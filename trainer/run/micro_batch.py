@@ -112,7 +112,8 @@ def _kind(world: World) -> str:
 
 
 def _recorded(recipe: Recipe) -> dict[str, int]:
-    """Read the micro-batches in the run directory for this recipe: result of `_kind` → number."""
+    """Read from the run directory the sequences per micro-batch for each kind of world (result of
+    `_kind`); {} if the file is missing, damaged or of another recipe."""
     try:
         note = json.loads(read_text(recipe.directory / NOTE))
     except (OSError, ValueError):
@@ -121,14 +122,14 @@ def _recorded(recipe: Recipe) -> dict[str, int]:
 
 
 def _note(recipe: Recipe, sequences: dict[str, int]) -> bool:
-    """Write micro-batches (result of `_kind` → number) to the run directory. Returns False if that
-    fails."""
+    """Write the sequences per micro-batch for each kind of world (result of `_kind`) to the run
+    directory. Returns False if that fails."""
     note: dict[str, Any] = {"of": _digest(recipe), "sequences": sequences}
     directory = recipe.directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / NOTE, json.dumps(note, indent=2) + "\n")
-    except OSError:  # such as a full disk: the next start predicts again
+    except OSError:  # such as a full disk; without the file, the next start predicts again
         return False
     return True
 

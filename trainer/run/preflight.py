@@ -132,8 +132,8 @@ def check_launch(
 
 
 def check_growth(recipe: Recipe, model: nn.Module, worlds: range) -> None:
-    """Refuse a vocabulary that FSDP could not shard in a larger world: the job would end as it
-    grew.
+    """Refuse a vocabulary that FSDP could not shard in a larger world: otherwise the job would fail
+    when it grows to that size.
 
     Args:
         worlds: possible world sizes; its step is the number of ranks on a node.
@@ -421,8 +421,8 @@ def _check_writable(recipe: Recipe) -> None:
         )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise RecipeError(
-            f"run.dir: {directory} is not writable for this user (at {existing}); {another} or "
-            "mend its permissions"
+            f"run.dir: {directory} is not writable for this user (at {existing}); {another}, "
+            "or mend its permissions"
         )
 
 

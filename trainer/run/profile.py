@@ -24,7 +24,7 @@ from trainer.run.trace_summary import DIRECTORY, RankProfile, read_trace
 
 
 @dataclass(frozen=True)
-class RankRecord:
+class ProfileRecord:
     """Memory and communication of one rank in the profiled steps. Sizes are in bytes, on the rank's
     device unless a field says otherwise."""
 
@@ -41,8 +41,7 @@ class RankRecord:
     optimizer_state: int
     buffers: int
     peak: int
-    """Largest number of bytes that torch's allocator held at once. Excludes copies for
-    checkpoints."""
+    """Peak bytes that torch's allocator held. Excludes copies for checkpoints."""
     host: int
     """Bytes of parameters, gradients and optimizer state in host memory; 0 if the device is the
     CPU."""
@@ -206,7 +205,7 @@ class _TensorSizes:
             return 0
         return nbytes(storages(tensors, torch.device("cpu")))
 
-    def record(self, rank: int, trace: RankProfile) -> RankRecord:
+    def record(self, rank: int, trace: RankProfile) -> ProfileRecord:
         """Return the measurements, with figures from the trace of the same steps."""
         between: Storages = {}
         for of_kind in self._held.values():
@@ -214,7 +213,7 @@ class _TensorSizes:
         if isinstance(self._model.module, DistributedDataParallel):
             # Gradients are views of DDP's buckets, which exist between steps too.
             between |= self._gradients
-        return RankRecord(
+        return ProfileRecord(
             rank=rank,
             steps=len(trace.steps),
             **{kind: nbytes(held) for kind, held in self._held.items()},
@@ -241,7 +240,7 @@ class _TensorSizes:
         return trace.exchanged + 2 * (1 - 1 / self._replicas) * gradients + sum(of_kinds)
 
 
-def read_records(run: Path) -> list[RankRecord]:
+def read_records(run: Path) -> list[ProfileRecord]:
     """Return the records of all ranks of a run; [] if no step was profiled."""
     paths = sorted((run / DIRECTORY).glob("rank-?????.json"))
-    return [RankRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return [ProfileRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]

@@ -113,7 +113,7 @@ def restore(
     if state is None:
         return Progress(loss_scale=scale, init_from=init_from), None
     progress = _progress(state)
-    # A loss scale means nothing to another dtype.
+    # A loss scale saved under another dtype is not used.
     if state["recipe"]["precision"]["dtype"] != recipe.precision.dtype:
         progress.loss_scale = scale
     # Rank 0 reads and broadcasts, so that run.stop_after decides alike on all ranks.
@@ -201,7 +201,8 @@ def load_published(
             recipe.model.init_from or "",
             tensors,
             verify=recipe.checkpoint.verify,
-            # The first portion holds the originals of the tied weights.
+            # The first portion holds the targets of `tied`. Later portions lack them, so there the
+            # names of the copies must be optional.
             optional=[*known, *tied] if number else known,
             tied=tied,
             finite=wanted.keys() - model.buffers().keys(),
@@ -269,7 +270,7 @@ class Saves:
         self._run = run
         options = run.recipe.checkpoint
         self._clock = _save_clock(run) if options.every == "auto" else None
-        # With the clock, steps for `keep_every` are saved too: it hardly ever chooses one of them.
+        # A clock hardly ever chooses a step that `keep_every` keeps, so these steps are saved too.
         self._every = options.keep_every if options.every == "auto" else options.every
         self._pending = run.checkpointer.newer_than_storage
         """Whether a save is due but has not begun."""

@@ -76,8 +76,8 @@ class Progress:
 
 
 @dataclass
-class TrainingProcess:
-    """A training process, over all attempts that it takes part in."""
+class ProcessContext:
+    """What a training process keeps from one attempt to the next."""
 
     arguments: tuple[str, ...]
     """Path of a recipe, and overrides `key.sub=value`."""

@@ -55,7 +55,7 @@ class TermHolder:
 
 
 def newest_term(run: ObjectPath) -> int:
-    """Return the highest claimed term; 0 if none is."""
+    """Return the highest claimed term of a run; 0 if no term was claimed."""
     names = (place.name for place in store_of(run).children(run / TERMS))
     return max((int(name) for name in names if re.fullmatch(r"\d{6,}", name)), default=0)
 
@@ -91,12 +91,14 @@ class Term:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop writing the heartbeat. Another process of the job can claim the next term at once.
-        Another launch may first have to watch the heartbeat, see [Note: terms]."""
+        """Stop writing the heartbeat, but do not release the term. Another process of this launch
+        can claim the next term at once. Another launch may first have to watch the heartbeat for
+        MISSED_BEATS times BEAT_SECONDS, see [Note: terms]."""
         self._end.set()
 
     def release(self) -> None:
-        """Stop writing the heartbeat, and let any launch claim the next term at once."""
+        """Stop writing the heartbeat, and release the term: any launch can claim the next term at
+        once."""
         self._end.set()
         self._thread.join(RELEASE_SECONDS)
         with suppress(CheckpointError, OSError):  # the next launch then waits for missed heartbeats

@@ -34,7 +34,7 @@ from trainer.run.compiled import keep_caches_closed
 from trainer.run.failures import FailureReport
 from trainer.run.join import join, prepare, read_inputs
 from trainer.run.metrics import Startup
-from trainer.run.state import TrainingProcess
+from trainer.run.state import ProcessContext
 from trainer.run.train import train
 from trainer.tasks.own_model import refusing_misfits
 from trainer.text import show_only_visible
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> NoReturn:
     leave_world(code)
 
 
-def run_attempt(process: TrainingProcess) -> int | None:
+def run_attempt(process: ProcessContext) -> int | None:
     """Train with the other ranks of this generation; returns the exit code, or None if this process
     continues with another attempt."""
     rank, local_rank, *_ = read_environment()
@@ -93,7 +93,7 @@ def run_attempt(process: TrainingProcess) -> int | None:
         return failure_report.send(error, wait=10 if local_rank else 0)
 
 
-def begin(arguments: tuple[str, ...]) -> TrainingProcess:
+def begin(arguments: tuple[str, ...]) -> ProcessContext:
     """Set up this process. A reserve process first rehearses, and waits until its agent makes it a
     rank."""
     if read_environment()[2] > 1:
@@ -117,7 +117,7 @@ def begin(arguments: tuple[str, ...]) -> TrainingProcess:
         spare.start()
     else:
         spare.end()
-    return TrainingProcess(arguments, pulse, recall, spare, Startup(again=in_reserve))
+    return ProcessContext(arguments, pulse, recall, spare, Startup(again=in_reserve))
 
 
 def rehearse(arguments: tuple[str, ...]) -> None:
@@ -162,7 +162,7 @@ def wait_for_generation(
         forget_meshes()
 
 
-def release_attempt(process: TrainingProcess) -> None:
+def release_attempt(process: ProcessContext) -> None:
     """Free the process groups and the memory of a finished attempt, except `process.run`. The
     memory returns to the allocator, for the next attempt."""
     process.recall.abort()

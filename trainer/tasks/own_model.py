@@ -282,7 +282,7 @@ def give_next_tokens(recipe: Recipe, model: nn.Module) -> list[str]:
 
 def shifts_labels(model: nn.Module) -> bool:
     """Return whether a model of transformers shifts labels by one, so that the inputs serve as
-    labels. Its forward then calls `loss_function`, which is ForCausalLMLoss."""
+    labels. That is so if its forward calls `loss_function`, and this is ForCausalLMLoss."""
     # Unwrapped, because transformers decorates forward.
     passes = (inspect.unwrap(one.forward) for one in type(model).mro() if hasattr(one, "forward"))
     codes = (getattr(one, "__code__", None) for one in passes)

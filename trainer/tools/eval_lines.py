@@ -97,8 +97,9 @@ def add_lines(
 def samples(
     sampling: Sampling, device: str, family: str | None = None
 ) -> Callable[[Place, Sequence[LineSubject]], Iterator[dict[str, str]]]:
-    """Return the argument `make` of `add_lines` for prompts. It adds the generated `text`, the
-    Unix `time` at which the text was complete, and the name of the `checkpoint`."""
+    """Return a function for the argument `make` of `add_lines`, which continues the prompts in
+    `wanted`. It adds the generated `text`, the Unix `time` at which the text was complete, and the
+    name of the `checkpoint`."""
 
     def make(path: Place, wanted: Sequence[LineSubject]) -> Iterator[dict[str, Any]]:
         prompts = [item["prompt"] for item in wanted]

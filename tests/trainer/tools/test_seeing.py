@@ -173,7 +173,7 @@ def test_whether_a_run_lives(tmp_path, age, end, state):
             ledger.end(end, "a node leaves")
     past = (tmp_path / "ledger.jsonl").stat().st_mtime - age
     os.utime(tmp_path / "ledger.jsonl", (past, past))
-    assert looked_at(tmp_path).state().name == state
+    assert looked_at(tmp_path).status().name == state
 
 
 def test_a_clock_that_differs_tells_no_run_dead(tmp_path, monkeypatch):
@@ -184,13 +184,13 @@ def test_a_clock_that_differs_tells_no_run_dead(tmp_path, monkeypatch):
         monkeypatch.setattr(ledger_view, "is_shared", lambda kind: True)
         monkeypatch.setattr(time, "time", lambda: clock() + 3600)
         looked = looked_at(tmp_path)
-        assert looked.state().name == "running"
+        assert looked.status().name == "running"
         os.utime(tmp_path / "ledger.jsonl", (1, 1))  # by a machine whose clock is wrong
         looked.look()
-        assert looked.state().name == "running"
+        assert looked.status().name == "running"
     old = clock() - 300
     os.utime(tmp_path / "ledger.jsonl", (old, old))
-    assert looked_at(tmp_path).state().name == "dead"
+    assert looked_at(tmp_path).status().name == "dead"
     assert not list(tmp_path.glob("tmp*"))
 
 

@@ -75,7 +75,8 @@ _BPE_TEXT_SIZE = 1 << 25
 _VALIDATION_FRACTION = 0.02
 _DECIDES = ("turns", "template_options", "date", "loss", "max_tokens", "too_long", "spelled")
 """Options that, besides the tokens, are part of the identity of a data set of chats."""
-_LOOKED_AT = 20  # records
+_LOOKED_AT = 20
+"""Number of records from which `what_to_type` finds the options."""
 _FLAGS = {"chats": "--chat", "pairs": "--pairs"}
 _WORK = ".work-4-"  # increase the number when the contents of units change
 
@@ -95,7 +96,7 @@ def prepare(
         inputs: files, directories, "-" for standard input, or a named corpus ("wikipedia",
             "stdlib").
         out: created if missing.
-        workers: processes that tokenise.
+        workers: number of processes that tokenise.
         progress: report on stderr, with a bar on a terminal.
         options: fields of PrepareOptions.
 
@@ -455,7 +456,8 @@ def _join(
 
 
 def _lines_before(units: list[Pieces]) -> list[list[int]]:
-    """For each piece of each unit, the number of lines (rows) before it in its file."""
+    """Return, for each piece of each unit, the number of lines before it in its file (rows in a
+    parquet file)."""
     known: tuple[FilePiece, int] | None = None
     counts: list[list[int]] = []
     for unit in units:
@@ -469,8 +471,8 @@ def _lines_before(units: list[Pieces]) -> list[list[int]]:
 def _write_records(
     jobs: list[TokeniseTask], before: list[list[int]], results: list[list[dict[str, Any]]]
 ) -> None:
-    """For each unit and split, write the line of each document in its input file. The units' own
-    files have lines within the pieces only. `before`: from `_lines_before`."""
+    """For each unit and split, write the line of each document in its input file. Workers have
+    written lines counted from the begin of a piece. `before`: from `_lines_before`."""
     for job, starts, result in zip(jobs, before, results, strict=True):
         for split in SPLITS:
             counts = [piece["by_split"][split] for piece in result]

@@ -33,14 +33,14 @@ Kind: TypeAlias = Literal["text", "json lines", "json", "csv", "parquet", "arrow
 
 @dataclass(frozen=True)
 class FileForm:
-    """The format of a file, and the extent of a document in it."""
+    """The format of a file, how it is cut into documents, and whether all are for validation."""
 
     kind: Kind
     """"json": values that follow each other on any lines, or arrays of values."""
     split: Split = "auto"
-    """Way of cutting text; never auto."""
+    """Way of cutting text, never "auto"; unused for other kinds of files."""
     window: int = 0
-    """Bytes of a document of text that is cut into windows."""
+    """Bytes of a window, if `split` is "window"."""
     held_out: bool = False
     """Whether all documents belong to the validation split."""
 
@@ -111,8 +111,8 @@ def detect_forms(
 
 
 def _has_json_lines(path: Path) -> bool:
-    """Whether a file has one value per line. Assumed, unless it begins with an array, or with a
-    line of only { while none of its first 20 lines is an object."""
+    """Return whether a file has one value per line. It is assumed not to if it begins with an
+    array, or if its first line is only { and none of its first 20 lines is an object."""
     head = b"".join(islice(read_blocks(path), 1)).lstrip()
     if not head.startswith(b"{"):
         return not head.startswith(b"[")

@@ -92,8 +92,8 @@ class ChatEncoder:
     """Encodes texts as tokens; letters that spell a special token can stay letters."""
 
     def __init__(self, tokenizer: Tokenizer, written: str = "") -> None:
-        """Changes `tokenizer`, so it must not be used elsewhere. `written`: text that spells the
-        added tokens at which chats may be cut, such as the source of their template."""
+        """Changes `tokenizer`, so it must not be used elsewhere. `written`: text such as the source
+        of the chat template. Chats may be cut only at added tokens that occur in it."""
         # This post-processor adds no begin and end tokens, which templates write themselves. Its
         # offsets include spaces, so that spans of tokens have no gaps.
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -221,7 +221,8 @@ def _uncut(added: Sequence[AddedToken], written: str) -> list[str]:
     names = []
     for token in added:
         name = token.content
-        # Normalized tokens are matched in changed text; lstrip consumes spaces before the token.
+        # No cut at these tokens: normalized tokens are matched in changed text, and tokens with
+        # lstrip consume spaces before them.
         if not name or name not in written or token.normalized or token.lstrip:
             continue
         others = [other.content for other in added if other is not token and other.content]

@@ -85,7 +85,8 @@ def _compression(path: Path) -> str:
 
 
 def _ending(path: Path, column: str) -> str:
-    """Extension that fits the contents of a file."""
+    """Return the extension that fits the contents of a file. ".csv" requires a header that has
+    `column` and another name."""
     head = next(read_blocks(path), b"")
     for magic, ending in _BINARY.items():
         if head.startswith(magic):

@@ -1,4 +1,4 @@
-"""Cuts plain text into documents in bounded memory, in a way chosen from its beginning."""
+"""Cuts plain text into documents, in bounded memory. The beginning of the text decides how."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,11 +9,11 @@ from typing import BinaryIO
 from trainer.data.prepare.blocks import BLOCK_BYTES, compression, read_blocks
 from trainer.data.prepare.options import Split
 
-# Enough for a validation split of 2 %: with 256 documents it is empty once in 176 times.
+# With 256 documents a random validation split of 2 % is empty in one of 176 data sets.
 _ENOUGH_DOCUMENTS = 256
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 2 << 10, 1 << 20
-# Mean lengths, in bytes, from which blank lines or line ends count as ends of documents; least
-# number of such documents.
+# Blank lines count as ends of documents from a mean length of _LONG_BLOCK bytes on, line ends from
+# _LONG_LINE bytes on; and only if there are at least _SEVERAL documents.
 _LONG_BLOCK, _LONG_LINE, _SEVERAL = 2000, 1000, 8
 
 _BORDERS = {
@@ -31,9 +31,9 @@ _WINDOW_ENDS = tuple(map(re.compile, (rb"\n\s*\n(?=#)", rb"\n[ \t\r]*\n", rb"\n"
 
 
 def window_bytes(sizes: Sequence[int]) -> int:
-    """Bytes of the windows into which text without borders is cut. The largest power of two from 2
-    KiB to 1 MiB that gives 256 documents for files of these sizes, in bytes. A file below one and a
-    half windows stays whole."""
+    """Return the size, in bytes, of the windows into which text without borders is cut. It is the
+    largest power of two from 2 KiB to 1 MiB with which files of these sizes, in bytes, give at
+    least 256 documents; 2 KiB if none does. A file below one and a half windows stays whole."""
     window = _LARGEST_WINDOW
     while (
         window > _SMALLEST_WINDOW
@@ -44,8 +44,8 @@ def window_bytes(sizes: Sequence[int]) -> int:
 
 
 def content_sizes(paths: Sequence[Path]) -> dict[Path, int]:
-    """Bytes of text in each file. A compressed file is read only until more would change neither
-    `window_bytes` nor `choose_split`."""
+    """Return the bytes of text in each file. For a large compressed file this is a lower bound:
+    reading stops when a larger size would change neither `window_bytes` nor `choose_split`."""
     sizes = {}
     documents = 0
     for path in sorted(paths, key=lambda path: bool(compression(path))):
@@ -91,7 +91,8 @@ def _mean_length(parts: Sequence[bytes]) -> float:
 
 
 def next_border(file: BinaryIO, target: int, size: int, split: Split, window: int) -> int:
-    """First offset from byte `target` on where a document ends, or `size`, the file's end."""
+    """Return the first offset from byte `target` on where a document ends; `size`, the length of
+    the file, if none ends before."""
     if target >= size or split == "file":
         return size
     if split == "window":
@@ -144,12 +145,12 @@ def _border(
     buffer: bytes, position: int, split: Split, window: int, final: bool
 ) -> tuple[int, int] | None:
     """Return (end of the document that begins at `position`, begin of the next document). None if
-    it ends with the text or, unless `final`, possibly in a later block."""
+    the document ends where the text ends, or, unless `final`, may end in a later block."""
     if split == "file":
         return None
     if split == "window":
-        # So the last window has at least half of `window` bytes. Before the final block, the buffer
-        # must hold two whole windows, so that this cut cannot be the last.
+        # A rest below one and a half windows stays whole, so that the last window has at least a
+        # quarter of `window` bytes. Before the final block two windows must be in the buffer.
         if len(buffer) - position < (window * 3 // 2 if final else window * 2):
             return None
         start = position + window
@@ -167,5 +168,5 @@ def _window_end(buffer: bytes, start: int, stop: int) -> int:
         if found := pattern.search(buffer, start, stop):
             return found.end()
     while start < min(stop, len(buffer)) and buffer[start] & 0xC0 == 0x80:
-        start += 1  # never inside a character
+        start += 1  # do not cut inside a UTF-8 character
     return start

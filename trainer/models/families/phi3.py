@@ -93,7 +93,7 @@ FAMILY = Family(
         "partial_rotary_factor": 1.0,
         "original_max_position_embeddings": 4096,
     },
-    rope_types={"su": "longrope", "yarn": "longrope"},  # as older files call longrope
+    rope_types={"su": "longrope", "yarn": "longrope"},  # older names of longrope
     unread={"pad_token_id": None},
     layers=layers,
     tensor_plan={

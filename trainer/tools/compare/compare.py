@@ -18,7 +18,7 @@ from elastic.record.steps import StepLine
 from trainer.plan import predict
 from trainer.recipe import RecipeError
 from trainer.run.preflight import check_inputs, check_optimizer
-from trainer.run.profile import RankRecord, read_records
+from trainer.run.profile import ProfileRecord, read_records
 from trainer.tasks.task import Task, build_task
 from trainer.tools.compare.compared_strategies import AFTER_SAVE, WARM_UP, StrategyRecipe, candidate
 from trainer.tools.report.report import read_metrics
@@ -53,7 +53,7 @@ class StrategyOutcome:
     """Step → loss, of the logged steps."""
     difference: float | None = None
     """Largest relative difference of a loss from the first strategy's."""
-    ranks: list[RankRecord] = field(default_factory=list)
+    ranks: list[ProfileRecord] = field(default_factory=list)
     peak: int | None = None
     parameters: int | None = None
     gathered: int | None = None
@@ -65,7 +65,7 @@ class StrategyOutcome:
     bubble: float | None = None
     """Share of the timed steps in which a pipeline idled, from metrics.jsonl."""
     communication_bytes: float | None = None
-    """Bytes that a rank sends per step, as `RankRecord.sent`."""
+    """Bytes that a rank sends per step, as `ProfileRecord.sent`."""
     checkpoint_stall: float | None = None
     """Seconds of training that one checkpoint cost: the pause between steps, and slower steps after
     it."""

@@ -183,7 +183,8 @@ def _distribute(source: ForeignConfig) -> str:
 
 
 def _mixed_precision(source: ForeignConfig) -> str:
-    """ "no", "fp16", "bf16" or "fp8"; for "fp8", also set the recipe's precision.matmul."""
+    """Return the mixed precision: "no", "fp16", "bf16" or "fp8". For "fp8", also set the recipe's
+    precision.matmul."""
     old = source.take("fp16", a_boolean_or_word, False)
     kinds = one_of("no", "fp16", "bf16", "fp8")
     mixed: str = source.take("mixed_precision", kinds, "fp16" if old else "no")

@@ -128,7 +128,7 @@ def recompute(request: Request, outcome: ReplayOutcome) -> None:
             result = _named(span) + ": refused"
             outcome.problem(f"{_named(span)}: {error}")
             if isinstance(error, DataError) and world.world_size > 1:
-                raise  # other ranks may have no such error, and wait for this rank
+                raise  # ranks without this error wait in a collective, until this rank ends
         replay.say(result)
 
 
@@ -205,7 +205,8 @@ def _steps(
             if step == replay.request.examined:
                 _explain_step(replay, run, inputs, step)
                 return
-            if expected and expected.skipped == "weights":  # a save of the run had found NaN
+            # In the original run, a save had found NaN or infinity.
+            if expected and expected.skipped == "weights":
                 run.checkpointer.not_finite = "the ledger says so"
             first, result = run.progress.sequences, train_step(run, inputs)
             loss, norm = result.loss, result.grad_norm
@@ -223,7 +224,8 @@ def _steps(
 
 @contextmanager
 def _inputs(run: Run) -> Iterator[Inputs]:
-    """Yield this rank's micro-batches from the current position on."""
+    """Context with the `Inputs` of this rank, which begin at the run's cursor. The exit closes the
+    loader."""
     batches = load(
         run.task.stream,
         requests(run.plan_at, run.mesh.dp_rank, run.progress.sequences),
@@ -464,7 +466,7 @@ def main() -> NoReturn:
         recompute(request, outcome)
     except known_errors() as error:
         outcome.errors, code = lines(error), EXIT_WRONG_INPUT
-    # Rank 0 reports for all, unless another rank fails alone.
+    # The outcome of rank 0 is that of all ranks. A rank that fails alone writes its own.
     if code or read_environment()[0] == 0:
         write_whole(Path(request.scratch) / OUTCOME, json.dumps(asdict(outcome)))
     leave_world(code)

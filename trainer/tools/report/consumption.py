@@ -28,8 +28,8 @@ from trainer.run.provenance import digest_of, other_data, recipe_file
 from trainer.tasks.task import open_streams
 
 MOST_SAMPLES, MOST_TOKENS = 5_000_000, 100_000_000
-"""Largest numbers of samples located and of tokens read for one check. A longer run is checked
-at steps that are evenly spaced."""
+"""Largest number of samples located, and of tokens read, for one check. In a longer run only evenly
+spaced steps are checked."""
 
 
 @dataclass
@@ -39,16 +39,18 @@ class ConsumptionFindings:
     problems: list[str] = field(default_factory=list)
     """Contradictions between ledger, recipes and data."""
     missing: dict[str, list[Attempt]] = field(default_factory=dict)
-    """Missing input → attempts that could not be compared without it."""
+    """Reason → attempts that were not compared for this reason."""
     proved: list[str] = field(default_factory=list)
+    """What the comparison has shown, a statement each."""
 
     def miss(self, what: str, attempts: Sequence[Attempt]) -> None:
-        """Record that an input is missing for comparing some attempts."""
+        """Record that some attempts were not compared, and why: their recipe or data cannot be
+        read."""
         self.missing.setdefault(what, []).extend(attempts)
 
     @property
     def left_out(self) -> list[str]:
-        """Line for each missing input."""
+        """A line for each reason in `missing`, with its attempts."""
         return [f"{what} ({_numbers_of(attempts)})" for what, attempts in self.missing.items()]
 
 
@@ -143,7 +145,8 @@ def _compare(
     findings: ConsumptionFindings,
     counts: _ComparedSteps,
 ) -> None:
-    """Compare the consumption of some attempts with the data of their recipe."""
+    """Check that `attempts` consumed the samples that `recipe` gives for their positions, by the
+    digests of surviving steps in the ledger. Adds problems to `findings` and steps to `counts`."""
     steps = [
         (attempt.number, step)
         for attempt in attempts

@@ -1,9 +1,10 @@
 """Caches the columns read from a large file, so that reading continues where it stopped.
 
-[Note: cache] The cache belongs to the reader, in `$XDG_CACHE_HOME/perdure`, not to the run: a run
-may be read-only, or writable by others, whose files must not serve as proof. A cache that is
-damaged, of another version, of another user or of another file is ignored, and the file is read
-from its beginning. `perdure report --check` uses no cache.
+[Note: cache] The cache belongs to the user who reads the run, in `$XDG_CACHE_HOME/perdure`. It is
+not in the run directory, which may be read-only. If the run directory is writable by others, they
+could forge a cache in it. A cache that is damaged, of another version, of another user or of
+another file is ignored, and the file is read from its beginning. `perdure report --check` uses no
+cache.
 """
 
 import hashlib
@@ -95,8 +96,8 @@ def _place(source: Path) -> Path:
 
 
 def _fingerprint(source: Path, offset: int) -> str:
-    """Identify the read part of a file by inode, and by the bytes at its beginning and before
-    `offset`. Raises ValueError if the file is shorter than `offset`."""
+    """Return a digest that identifies the first `offset` bytes of a file: by device, inode,
+    `offset`, and the bytes at both ends of this part. Raises ValueError if the file is shorter."""
     with os.fdopen(open_to_read(source, follow=True), "rb") as file:
         status = os.fstat(file.fileno())
         if not 0 <= offset <= status.st_size:

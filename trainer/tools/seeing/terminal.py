@@ -46,7 +46,7 @@ def watch(paths: Sequence[Path], *, once: bool) -> None:
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(_screen(runs, console.width), refresh=True)
-            if all(run.state().name in ("finished", "stopped") for run in runs):
+            if all(run.status().name in ("finished", "stopped") for run in runs):
                 break
             time.sleep(EVERY_SECONDS)
             for run in runs:
@@ -107,7 +107,7 @@ def _row(path: Path, folder: Path) -> list[Text]:
     shown = path.relative_to(folder) if path != folder else path
     run = RunView(path)
     run.look()
-    state, values = run.state(), {what: value for what, value, _ in run.card()}
+    state, values = run.status(), {what: value for what, value, _ in run.card()}
     start = run.history.attempts[-1].start
     step = f"{run.history.step:,}" + (f"/{start.steps:,}" if start.steps else "")
     rate = next((value for what, value in values.items() if what.endswith("/s")), "-")
@@ -135,7 +135,7 @@ def _screen(runs: Iterable[RunView], width: int) -> RenderableType:
 
 def parts(run: RunView, width: int) -> list[RenderableType]:
     """Render a run, `width` columns wide."""
-    state = run.state()
+    state = run.status()
     head = _text(run.name, "bold")
     head.append(f"  {state.name}", STATES.get(state.name, "yellow"))
     head.append_text(_text(f"  {state.text}", "bright_black"))

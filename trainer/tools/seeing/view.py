@@ -49,7 +49,7 @@ _LOG_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
-class RunState:
+class RunStatus:
     """Whether a run is active, and why."""
 
     name: str
@@ -81,33 +81,33 @@ class RunView:
 
     # --- parts of the page --------------------------------------------------------------------
 
-    def state(self) -> RunState:
-        """State of the run, judged from its last writes."""
+    def status(self) -> RunStatus:
+        """Return whether the run is active, judged from its last writes."""
         newest = self.history.attempts[-1]
         silent = self.ledger.silent_seconds()
         if newest.end:
             code, how = newest.end["code"], ending(self.history, newest)
             if code == EXIT_DONE:
-                return RunState("finished", how.text)
+                return RunStatus("finished", how.text)
             if code == EXIT_DO_NOT_REQUEUE:
-                return RunState("stopped", how.text)
+                return RunStatus("stopped", how.text)
             if code == EXIT_INTERRUPTED:
-                return RunState("paused", "stopped by Ctrl-C; the same command resumes")
+                return RunStatus("paused", "stopped by Ctrl-C; the same command resumes")
             # when a node joins or leaves, the ranks start again by themselves
             if how.kind in ("join", "leave") and silent < STARTING_SECONDS:
-                return RunState("waiting", f"waits for its nodes, for {clock(silent)}")
-            return RunState(
+                return RunStatus("waiting", f"waits for its nodes, for {clock(silent)}")
+            return RunStatus(
                 "paused" if how.kind in ("join", "leave", "asked") else "dead", how.text
             )
         if not newest.steps:
             if silent < STARTING_SECONDS:
-                return RunState("starting", f"does its first step, for {clock(silent)}")
-            return RunState("dead", f"has started no step for {clock(silent)}")
+                return RunStatus("starting", f"does its first step, for {clock(silent)}")
+            return RunStatus("dead", f"has started no step for {clock(silent)}")
         # the median, as steps during a save are slower
         usual = LATE_STEPS * float(np.median(newest.steps.column("seconds")[-_RECENT:]))
         if silent < max(usual, LATE_SECONDS):
-            return RunState("running", f"last step {clock(silent)} ago")
-        return RunState("dead", f"no step for {clock(silent)}: it was killed, hangs, or waits")
+            return RunStatus("running", f"last step {clock(silent)} ago")
+        return RunStatus("dead", f"no step for {clock(silent)}: it was killed, hangs, or waits")
 
     def card(self) -> list[list[str]]:
         """Return (name, value, remark) of the key figures, most important first."""
@@ -254,8 +254,8 @@ class RunView:
         return curves
 
     def axis(self, most: int = 1000) -> dict[str, list[float]]:
-        """Steps with the values of the other axes, seconds of uptime and tokens, in ascending order
-        for interpolation; `tokens` is empty if none are counted."""
+        """Return the values of the horizontal axes at up to `most` records: step, seconds of uptime
+        and tokens. They ascend, for interpolation. `tokens` is empty if none are counted."""
         steps, count = self.records.step, len(self.records.step)
         chosen = np.unique(np.linspace(0, max(0, count - 1), min(count, most)).astype(int))
         steps, up = steps[chosen], self._uptime(self.records.time[chosen])
@@ -269,7 +269,8 @@ class RunView:
         }
 
     def _uptime(self, times: np.ndarray) -> np.ndarray:
-        """Convert Unix times to seconds of uptime."""
+        """Convert Unix times to seconds since the run's first attempt began, without
+        `idle_spans`."""
         idle = np.zeros_like(times)
         for begin, end in idle_spans(self.history):
             idle += np.clip(times, begin, end) - begin
@@ -321,7 +322,7 @@ class RunView:
 
     def all(self, most: int = POINTS) -> dict[str, Any]:
         """Everything that a page shows, and the cursor for updates."""
-        state = self.state()
+        state = self.status()
         return {
             "name": self.name,
             "state": [state.name, state.text],
@@ -363,7 +364,7 @@ class RunView:
         records = self.records
         if file != self._shown() or not 0 <= offset <= records.offset:
             return {**self.all(), "restart": True}
-        state = self.state()
+        state = self.status()
         update: dict[str, Any] = {
             "state": [state.name, state.text],
             "now": self.now,
