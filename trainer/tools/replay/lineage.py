@@ -114,18 +114,18 @@ def newest_lineage(history: History) -> Lineage:
 
 
 @dataclass(frozen=True)
-class States:
-    """The stored checkpoints of a run."""
+class ReplayStates:
+    """The checkpoints of a run: those from which a replay can begin, and those it cannot use."""
 
     steps: Sequence[int]
     """Steps of the lineage with a checkpoint, judged by the checkpoints' small files."""
     damaged: Sequence[str] = field(default_factory=list)
-    """Why other checkpoints are unusable, a line each."""
+    """Why checkpoints cannot be read, a line each."""
     aside: Mapping[int, str] = field(default_factory=dict)
     """Checkpoints of attempts outside the lineage: step → name of the attempt."""
 
 
-def stored_states(directory: Place, lineage: Lineage) -> States:
+def stored_states(directory: Place, lineage: Lineage) -> ReplayStates:
     """Find the checkpoints of a run without reading tensors. Checkpoints of attempts
     outside `lineage` are set aside, as their rounding may differ."""
     steps, damaged, aside = [], [], dict[int, str]()
@@ -141,14 +141,16 @@ def stored_states(directory: Place, lineage: Lineage) -> States:
             steps.append(step)
         elif step is not None:
             aside[step] = str(attempt)
-    return States(steps, damaged, aside)
+    return ReplayStates(steps, damaged, aside)
 
 
 def beginning(lineage: Lineage, stored: Collection[int], step: int) -> int:
     """Return the step of the newest state from which `step` can be recomputed; 0: the initial
-    weights.
+    weights. A roll-back in between returns to a state that must have a checkpoint, or that the
+    replay itself computes.
 
-    A roll-back on the way needs a state that is stored, or that the replay itself computes.
+    Args:
+        stored: steps that have a checkpoint.
     """
     for begin in sorted((one for one in stored if one < step), reverse=True):
         backs = [to for after, to in lineage.rollbacks.items() if begin < after < step]
@@ -171,7 +173,7 @@ def span_into(lineage: Lineage, stored: Collection[int], step: int) -> StepSpan:
 
 
 def drawn(lineage: Lineage, stored: Collection[int], steps: Collection[int]) -> list[StepSpan]:
-    """Return disjoint spans that cover the drawn steps."""
+    """Return disjoint spans that check `steps`, see `span_into`."""
     ends: dict[int, int] = {}
     for begin, end in (span_into(lineage, stored, step) for step in steps):
         ends[begin] = max(end, ends.get(begin, 0))
