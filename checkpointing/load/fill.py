@@ -269,9 +269,11 @@ class _Load:
     def _read_with_others(
         self, window: SharedWindow, run: Callable[[Mapping[str, list[ReadSegment]]], None]
     ) -> None:
-        """Read in rounds: fill one half of the window, and copy the slabs of the previous round
-        from the other half. A rank that fails still takes part in the synchronisation at the end of
-        a round, where all ranks learn of the failure."""
+        """Read in rounds, together with the other ranks of this node. In each round the ranks read
+        slabs (see read_plan.py) into one half of the window, the memory that they share. Each rank
+        copies the slabs of the previous round from the other half into its tensors. A rank that
+        fails still takes part in `meet` at the end of a round. There all ranks of the node learn of
+        the failure."""
         rounds = read_rounds(
             self._shared, window.places, window.area, max(self._step, window.area // 4)
         )

@@ -176,7 +176,7 @@ def welcome(connection: Connection, secret: bytes, seconds: float) -> tuple[Chan
             credentials = same.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             _, uid, _ = struct.unpack("3i", credentials)
             if uid != os.geteuid():
-                raise StrangerError(f"a process of uid {uid}")
+                raise StrangerError(f"its process has uid {uid}, and this one {os.geteuid()}")
         # multiprocessing's Connection has no timeout, so set one on the socket
         _limit(same, seconds)
         ours = os.urandom(NONCE_BYTES)

@@ -397,7 +397,8 @@ class Member:
         self._adopt(state)
 
     def _adopt(self, state: Membership) -> None:
-        """Make `state` the current document, and wake the agent and waiting threads."""
+        """Keep `state` as this node's copy of the membership document. If it differs from the copy
+        before, wake the agent and waiting threads."""
         if state != self.state:
             if (state.round, state.generation) != (self.state.round, self.state.generation):
                 self._loss_expected_until = 0.0  # the document shows the loss, or another failure

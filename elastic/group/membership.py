@@ -736,7 +736,8 @@ def all_nodes(state: Membership) -> list[str]:
 
 
 def observers(state: Membership) -> list[str]:
-    """The first OBSERVERS nodes, which write the document for others."""
+    """Return the first OBSERVERS nodes. They read the requests of all other nodes, and change the
+    membership document for them."""
     some = (*state.members[:OBSERVERS], *state.arrived[:OBSERVERS])
     return list(dict.fromkeys(some))[:OBSERVERS]
 

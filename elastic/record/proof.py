@@ -109,8 +109,9 @@ def _cursor(attempt: Attempt, number: int) -> int | None:
 
 
 def _may_be_unrecorded(parent: Attempt, attempt: Attempt) -> bool:
-    """Whether the steps between the last line of `parent` and the step that `attempt` loaded may
-    have been lost with the last lines: they are few, and match the number of sequences consumed."""
+    """Whether `parent` may have computed the steps after its last step line, up to the step that
+    `attempt` loaded, although their lines were lost. Such steps are few, and consumed as many
+    sequences as the cursor has advanced since that line."""
     missing = attempt.start.step - parent.last_step
     cursor = parent.steps[-1].after_last if parent.steps else parent.start.sequences
     if attempt.start.sequences - cursor != missing * parent.start.global_batch:

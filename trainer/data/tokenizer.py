@@ -112,8 +112,8 @@ def find_eos(
 
     Args:
         tokenizer: searched for the token.
-        wanted: text of the token; None: the first of those of well-known tokenizers and of the
-            one in tokenizer_config.json that the tokenizer has.
+        wanted: text of the token. None: candidates are the tokens of well-known tokenizers, then
+            the one in tokenizer_config.json. The first that the tokenizer has is taken.
         directory: directory of the tokenizer.json; None if the tokenizer is not from a file.
         chats: whether documents are chats; then the token in tokenizer_config.json comes first,
             else last.

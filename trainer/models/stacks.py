@@ -12,15 +12,15 @@ from checkpointing.format.tensors import local_tensor, specs_of
 
 
 def apart(tensors: Mapping[str, Tensor], stacks: Sequence[str]) -> dict[str, Tensor]:
-    """Return tensors by the names of published files. Each stack is replaced by views of the rows
-    that this rank has.
+    """Return tensors under the names that they have in published files. A stack holds one weight of
+    all experts, with a row for each. It is replaced by a view of each row that this rank has.
 
     Args:
         tensors: parameters by FQN, or the optimizer's state (`<fqn>.exp_avg`, …).
         stacks: `Decoder.stacks_apart`.
 
     Raises:
-        ValueError: this rank has a part of a row.
+        ValueError: this rank has only a part of an expert's row.
     """
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

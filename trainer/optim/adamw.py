@@ -46,7 +46,7 @@ def _fused(
         if factor != 1.0:
             divisor = torch.full(
                 (),
-                # The kernel divides gradients by this number, which must be finite for factor 0.
+                # The kernel divides gradients by this number. It must be finite in float32.
                 min(1 / factor, torch.finfo(torch.float32).max),
                 dtype=torch.float32,
                 device=parameters[0].device,

@@ -345,10 +345,11 @@ class ShardedStage:
         return most
 
     def _reducing(self, unit: Sequence[ParameterShape], before: bool) -> int:
-        """Return the peak bytes while a unit is reduced. Its gradients are copied into a buffer,
-        which is reduced into a second buffer, while torch still refers to the last gradient. In a
-        group of one rank nothing is reduced. If it has replicas, torch divides the buffer by 1,
-        into a third buffer."""
+        """Return the peak bytes while a unit's gradients are reduced. They are copied into a
+        buffer. It is reduced into a second buffer, while torch still holds the gradient of the
+        unit's last parameter. A shard group of one rank reduces nothing. If there are replicas,
+        torch then divides the buffer by 1, into a new one. `before`: whether the stage has had a
+        backward pass in this step."""
         unit = trained_of(unit)
         buffer = self._buffer_of(unit)
         ranks = unit[0].over(self._layout.shards) if unit else 1

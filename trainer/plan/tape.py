@@ -105,7 +105,8 @@ class _Phase:
 
 
 class Tape(LiveTensors):
-    """Records allocated bytes, work and messages of each phase of a pass.
+    """Records what each phase of a traced forward and backward costs: allocated bytes, work of
+    kernels (operations and memory traffic, see `KernelWork`), and bytes sent to other ranks.
 
     Args:
         depth: number of blocks that are traced.

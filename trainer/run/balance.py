@@ -129,7 +129,8 @@ class SpeedShares:
         return self._change(sequences) if self._balance.window(slowest) else ""
 
     def _change(self, sequences: int) -> str:
-        """Schedule the plan just decided for a later step; returns a message for the log."""
+        """Schedule the new batch plan of `self._balance` for a later step. Return a message for the
+        log. `sequences`: number of sequences consumed so far."""
         new, (_, old) = self._balance.plan, self._plans[-1]
         ranks = range(self._mesh.dp_size)
         # Loaders have requested `ahead` micro-batches; on a GPU those of the next step as well.

@@ -270,7 +270,8 @@ class Saves:
         self._run = run
         options = run.recipe.checkpoint
         self._clock = _save_clock(run) if options.every == "auto" else None
-        # A clock hardly ever chooses a step that `keep_every` keeps, so these steps are saved too.
+        # With `every: auto`, saves hardly ever fall on multiples of `keep_every`. So these
+        # multiples are saved too.
         self._every = options.keep_every if options.every == "auto" else options.every
         self._pending = run.checkpointer.newer_than_storage
         """Whether a save is due but has not begun."""

@@ -146,7 +146,8 @@ class SpeedWindow:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the interval began, without those left out. Includes logging and saving."""
+        """Seconds since the interval began, less those passed to `leave_out`. Logging and saving
+        count."""
         return time.perf_counter() - self._began - self._left_out
 
     def summary(

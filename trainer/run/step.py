@@ -143,7 +143,7 @@ def train_step(run: Run, source: Inputs) -> StepResult:
     lr = run.rate(step)
     pulse.report(step, "staging")
     run.recall.check()
-    # From now on the state in memory is ahead of storage.
+    # The update changes state that storage lacks: a signal must not end this rank at once.
     pulse.safe = False
     with record_function("wait for checkpoint"):
         # The update writes into the tensors that the last save is still copying.

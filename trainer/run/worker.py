@@ -121,9 +121,9 @@ def begin(arguments: tuple[str, ...]) -> ProcessContext:
 
 
 def rehearse(arguments: tuple[str, ...]) -> None:
-    """Build the model once in a fake process group, which fills torch's caches for the tensors of
-    the strategy. A small model also computes once with arbitrary weights, which loads and compiles
-    code that all ranks would wait for. Does nothing without FSDP, or if the ranks use GPUs."""
+    """Build the model once in a fake process group. This fills torch's caches for DTensors. A small
+    model also runs forward and backward once, with arbitrary weights. This loads and compiles code
+    before a rank needs it. Does nothing without FSDP, or if the ranks use GPUs."""
     recipe, _, task, _ = prepare(arguments)
     ranks = rank, _, world_size, _ = read_environment()
     keep_caches_closed(recipe.directory, recipe.strategy.compile)

@@ -404,7 +404,7 @@ def test_every_name_of_theirs_is_known(written, tmp_path):
         ({"distributed_type": "MULTI_GPU", "mixed_precision": "int8"}, "should be no | fp16"),
         (
             {"distributed_type": "MULTI_GPU", "num_processes": 5, "num_machines": 2},
-            "num_processes: 5 are not a multiple of num_machines=2",
+            "num_processes: 5 is not a multiple of num_machines=2",
         ),
         (
             {

@@ -92,8 +92,9 @@ class ChatEncoder:
     """Encodes texts as tokens; letters that spell a special token can stay letters."""
 
     def __init__(self, tokenizer: Tokenizer, written: str = "") -> None:
-        """Changes `tokenizer`, so it must not be used elsewhere. `written`: text such as the source
-        of the chat template. Chats may be cut only at added tokens that occur in it."""
+        """Changes `tokenizer`, so it must not be used elsewhere. `written`: a text, such as the
+        source of the chat template, with the added tokens at which a chat may be split to be
+        encoded in pieces. If it is "", chats are encoded whole."""
         # This post-processor adds no begin and end tokens, which templates write themselves. Its
         # offsets include spaces, so that spans of tokens have no gaps.
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)

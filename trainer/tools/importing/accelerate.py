@@ -149,7 +149,7 @@ def _launch(source: ForeignConfig, ranks: int | None) -> int | None:
     ranks = count if count and count > 0 else ranks or (1 if alone else None)
     nodes = source.take("num_machines", a_positive_number, 1)
     if ranks and ranks % nodes:
-        raise source.error("num_processes", f"{ranks} are not a multiple of num_machines={nodes}")
+        raise source.error("num_processes", f"{ranks} is not a multiple of num_machines={nodes}")
     host = source.take("main_process_ip", str) or ("HOST" if nodes > 1 else "localhost")
     port = source.take("main_process_port", a_whole_number) or 29400
     chosen = source.take("gpu_ids", str, "all")
