@@ -241,8 +241,8 @@ class _Load:
                     self._files, sums, self._bad, self._targets, self._step, pinned=pinned
                 )
                 readers.put(stack.enter_context(reader))
-            # If this process was forked after torch.set_num_threads, the first use of torch's threads
-            # replaces their pool. Two threads at once would fail: "Invalid thread pool".
+            # If this process was forked after torch.set_num_threads, the first use of torch's
+            # threads replaces their pool. Two threads at once would fail: "Invalid thread pool".
             torch.get_num_threads()
             pool = stack.enter_context(ThreadPoolExecutor(len(self._sums)))
 

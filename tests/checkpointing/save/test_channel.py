@@ -169,7 +169,7 @@ def test_another_user_who_knows_the_secret_does_not_get_in():
         with suppress(Exception):
             call(listener.address, SECRET).send("hello")
         os._exit(0)
-    with listener.accept() as connection, pytest.raises(StrangerError, match="of uid 65534"):
+    with listener.accept() as connection, pytest.raises(StrangerError, match="has uid 65534"):
         welcome(connection, SECRET, 5)
     os.waitpid(pid, 0)
     listener.close()
