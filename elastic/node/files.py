@@ -116,8 +116,8 @@ def open_to_append(path: Path, trusted: Container[int] = ()) -> int:
             if is_own and status.st_nlink <= 1:
                 return descriptor
             try:
-                # It has further hard links: by a backup, or by another user who wants to have this
-                # user's process write to some other file.
+                # The file has further hard links: by a backup, or by another user who wants to have
+                # this user's process write to some other file.
                 if is_own:
                     _take_copy(descriptor, path)
                     continue

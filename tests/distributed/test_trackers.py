@@ -97,6 +97,9 @@ def test_a_record_is_newer_than_those_before_also_by_a_clock_that_is_behind(tmp_
         log.record(2, {"loss": 1.0})
         log.record(2, {"validation_loss": 2.0})
     assert [record["step"] for record in tail.read()[1]] == [2, 2]
+    (tmp_path / "new").write_text(f'{{"step": 3, "time": {later + 9}}}\n')
+    (tmp_path / "new").replace(path)  # as rank 0 replaces a file of another user
+    assert [record["step"] for record in tail.read()[1]] == [3]
 
 
 def test_a_sink_is_told_what_counts_no_more(tmp_path):

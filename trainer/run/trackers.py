@@ -64,7 +64,7 @@ class MetricsTail:
 
     def __init__(self, run_dir: Path, after: float) -> None:
         self.after = after
-        self._run_dir, self._offset = run_dir, 0
+        self._run_dir, self._inode, self._offset = run_dir, 0, 0
         self._starts: dict[str, StartLine] = {}
         self._newest: str | None = None
         self._lineage: dict[str, float] = {}
@@ -115,6 +115,10 @@ class MetricsTail:
         except OSError:  # the file does not exist yet, or belongs to another user
             return []
         with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(file.fileno())
+            # A new file has this name: rank 0 renames a file of a user whom it does not trust.
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._inode, self._offset, self._newest = status.st_ino, 0, None
             file.seek(self._offset)
             lines = file.read().splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):  # still being written

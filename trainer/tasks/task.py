@@ -464,7 +464,7 @@ def _call_factory(
     name, start = recipe.model.factory or "", recipe.model.init_from
     if start and not storage_of(location(start)).is_directory(location(start)):
         raise RecipeError(f"model.init_from: no checkpoint at {start}; make one, or set null")
-    # The same seed on all ranks, so that their random weights agree.
+    # All ranks take the same seed, so that their random weights agree.
     torch.manual_seed(recipe.run.seed)
     options = recipe.model.factory_options
     model = call_factory("model.factory", name, options, recipe=recipe, data=data)
