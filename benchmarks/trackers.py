@@ -1,27 +1,22 @@
-"""Trackers: what kills cost them, and what they cost training.
+"""What kills cost trackers.
 
-First a run of a tiny model with W&B offline, TensorBoard and a record per step, in which something
+A run of a tiny model with W&B offline, TensorBoard and a record per step, in which something
 is killed again and again (SIGKILL) in the midst of logging: a node with all its processes, the rank
 alone, the tracker alone, wandb-core alone. Afterwards each record of metrics.jsonl is looked for in
 W&B's files (benchmarks/support/wandb_files.py).
-
-Then the time per step without a tracker, with W&B, and with sinks that hang, that crash and that
-flood the output, in turn, several rounds.
 """
 
 import os
 import random
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 
-from benchmarks.support import arguments, environment, json_lines, python_path, report, run, spread
+from benchmarks.support import arguments, environment, json_lines, report, run
 from benchmarks.support.wandb_files import not_in_wandb, wandb_rows
 from elastic.process import children
 from lab.local_nodes import LocalNode, LocalNodes
@@ -38,49 +33,20 @@ optimizer: {lr: 1e-3}
 precision: {dtype: fp32}
 checkpoint: {every: 25, slots: 0}
 """
-SINKS = """\
-import os, time
-
-class Sink:
-    def __init__(self, record):
-        self.record = record
-    def close(self):
-        pass
-
-def hangs(run_dir):
-    return Sink(lambda step, values: time.sleep(1e6))
-
-def crashes(run_dir):
-    return Sink(lambda step, values: os.abort())
-
-def floods(run_dir):
-    return Sink(lambda step, values: print("x" * (1 << 20)))
-"""
-CASES = {
-    "no tracker": "",
-    "W&B, offline": "tracking.wandb=offline",
-    "a sink that hangs": "tracking.sinks=[bad_sinks:hangs]",
-    "a sink that crashes": "tracking.sinks=[bad_sinks:crashes]",
-    "a sink that prints 1 MiB a record": "tracking.sinks=[bad_sinks:floods]",
-}
 KINDS = ("node", "rank", "wandb-core", "node", "tracker")
 PATIENCE = 240.0
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", kills=20, rounds=3, steps=150, seed=0)
+    options = arguments(__doc__ or "", kills=20, seed=0)
     with TemporaryDirectory(prefix="perdure-bench-") as scratch:
         folder = Path(scratch)
         (folder / "recipe.yaml").write_text(RECIPE)
-        (folder / "bad_sinks.py").write_text(SINKS)
         (folder / "text.txt").write_text("".join(f"Apple {n} of {n % 7}.\n" for n in range(9000)))
         perdure = [sys.executable, "-m", "trainer.cli"]
         prepare = ["data", "prepare", "text.txt", "--out", "data", "--tokenizer", "bytes"]
         run([*perdure, *prepare], folder)
-        if options.kills:
-            kill(folder, options.kills, random.Random(options.seed), options.json)
-        if options.rounds:
-            slow_down(folder, options.rounds, options.steps, options.json)
+        kill(folder, options.kills, random.Random(options.seed), options.json)
 
 
 def kill(folder: Path, kills: int, chance: random.Random, json_file: Path | None) -> None:
@@ -126,35 +92,6 @@ def kill(folder: Path, kills: int, chance: random.Random, json_file: Path | None
         }
     ]
     report("Records of a run in W&B's offline files after kills", rows, rows, json_file)
-
-
-def slow_down(folder: Path, rounds: int, steps: int, json_file: Path | None) -> None:
-    """Measure the seconds per step beside each tracker."""
-    seconds: dict[str, list[float]] = {case: [] for case in CASES}
-    launch = [sys.executable, "-m", "trainer.cli", "train", "recipe.yaml", "--nproc-per-node", "1"]
-    settings = [f"run.steps={steps}", "checkpoint.every=0"]
-    for _ in range(rounds):
-        for case, tracker in CASES.items():
-            shutil.rmtree(folder / "run", ignore_errors=True)
-            more = {"PYTHONPATH": python_path(folder, environment()["PYTHONPATH"])}
-            run([*launch, *settings, *filter(None, [tracker])], folder, more)
-            regular = [r for r in json_lines(folder / "run/metrics.jsonl") if "loss" in r]
-            first, last = regular[steps // 3], regular[-1]  # trackers take seconds to start
-            seconds[case].append((last["time"] - first["time"]) / (last["step"] - first["step"]))
-    none = seconds["no tracker"]
-    ratios = {c: [a / b for a, b in zip(those, none, strict=True)] for c, those in seconds.items()}
-    rows = [
-        {
-            "case": case,
-            "ms per step": spread([1e3 * value for value in those], 1),
-            "ratio": spread(ratios[case], 3),
-        }
-        for case, those in seconds.items()
-    ]
-    figures = {
-        case: {"rounds": those, "ratio": median(ratios[case])} for case, those in seconds.items()
-    }
-    report("Seconds per step, 1 rank; median (min-max) over rounds", rows, figures, json_file)
 
 
 def _victim(node: LocalNode, kind: str) -> int:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -27,16 +27,19 @@ class PausableJob:
         command: its words.
         directory: where it runs.
         output: what it prints goes to this file with .out and .err as suffixes.
+        more: variables of its environment besides those of `environment`.
     """
 
-    def __init__(self, command: Sequence[str], directory: Path, output: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], directory: Path, output: Path, more: Mapping[str, str] = {}
+    ) -> None:
         self._ran: list[tuple[float, float]] = []
         with (
             output.with_suffix(".out").open("w") as out,
             output.with_suffix(".err").open("w") as err,
         ):
             self._process = subprocess.Popen(
-                command, cwd=directory, env=environment(), stdout=out, stderr=err
+                command, cwd=directory, env={**environment(), **more}, stdout=out, stderr=err
             )
         self._began: float | None = time.time()
         self._stopped: list[int] = []

@@ -424,3 +424,19 @@ def test_a_million_steps_open_in_two_seconds(tmp_path, monkeypatch):
     assert took[1] < 2
     assert took[0] < 15
     assert len(page) < 2_000_000
+
+
+def test_a_client_that_asks_without_end_takes_little_cpu_time(run, monkeypatch):
+    monkeypatch.setattr("trainer.tools.seeing.server.CPU_RESERVE", 0.0)
+    monkeypatch.setattr("trainer.tools.seeing.server.CPU_SHARE", 0.05)
+    with PageServer([run], "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        began, used = time.monotonic(), time.process_time()
+        while time.monotonic() - began < 1.0:
+            caller = http.client.HTTPConnection(*server.server_address[:2], timeout=30)
+            caller.request("GET", f"/data?token={server.token}")
+            assert caller.getresponse().status == 200
+            caller.close()
+        server.shutdown()
+        share = (time.process_time() - used) / (time.monotonic() - began)
+    assert share < 0.2

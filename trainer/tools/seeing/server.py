@@ -26,6 +26,9 @@ LOOPBACK = ("127.0.0.1", "localhost")
 IDLE_SECONDS, LONGEST_SECONDS, MOST_CONNECTIONS = 30.0, 90.0, 32
 """Seconds without a byte, and seconds in all, after which a connection is closed; most connections
 at a time. Further connections are closed before they get a thread."""
+CPU_SHARE, CPU_RESERVE = 0.01, 10.0
+"""CPU seconds per second that replies may take in the long run, and CPU seconds that they may save
+up. So a client that asks without end takes next to nothing from training on this machine."""
 
 
 class PageServer(ThreadingHTTPServer):
@@ -49,6 +52,7 @@ class PageServer(ThreadingHTTPServer):
         self.host, self.runs = host, open_runs(paths)
         self.token = secrets.token_urlsafe(16)
         self.lock = threading.Lock()
+        self._reserve, self._reserve_at = CPU_RESERVE, (time.monotonic(), time.process_time())
         self._open: dict[Any, float] = {}
         """Connection → when it was accepted, on the monotonic clock."""
         if ":" in host:
@@ -88,6 +92,17 @@ class PageServer(ThreadingHTTPServer):
         """Ignore disconnected browsers."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+    def pace(self) -> None:
+        """Wait until this process has CPU time left: a token bucket."""
+        with self.lock:
+            now = time.monotonic(), time.process_time()
+            passed, used = (new - old for new, old in zip(now, self._reserve_at, strict=True))
+            self._reserve = min(CPU_RESERVE, self._reserve + CPU_SHARE * passed - used)
+            self._reserve_at = now
+            wait = -self._reserve / CPU_SHARE
+        if wait > 0:
+            time.sleep(min(wait, LONGEST_SECONDS))
 
     def answer(self, path: str, query: Mapping[str, list[str]]) -> tuple[str, str]:
         """Return (content type, text) for a request.
@@ -141,6 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Respond to a request, possibly with an HTTP error."""
+        self.server.pace()
         try:
             url = urlsplit(self.path)
             query = parse_qs(url.query, max_num_fields=20)

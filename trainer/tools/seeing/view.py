@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,11 @@ class RunView:
         self.samples_version = samples_version(self.path)
         self.now = time.time()
 
+    @cached_property
+    def unit(self) -> str:
+        """What the run counts. Parsing the recipe costs more than all else of an update."""
+        return unit_of(self.path)
+
     # --- parts of the page --------------------------------------------------------------------
 
     def status(self) -> RunStatus:
@@ -128,7 +134,7 @@ class RunView:
         rows.append(["step", steps, f"of {start.steps:,}" if start.steps else ""])
         if (left := self._seconds_left()) is not None:
             rows.append(["left", clock(left), "at the speed of the last steps"])
-        unit = unit_of(self.path)
+        unit = self.unit
         if tokens := records.last("tokens"):
             rows.append([unit, _count(tokens), ""])
         if rate := records.last("tokens_per_second"):
