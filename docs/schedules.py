@@ -25,12 +25,16 @@ def picture() -> str:
             number * PANEL + 10,
         )
         title = f"{name}: idle for {found.bubble:.1%}"
-        held = ", ".join(f"{held / per_rank:g}" for held in found.held)
+        held = ", ".join(f"{held / per_rank:g}" for held in found.arrangement.held)
         body.append(label(LEFT, top + 12, f"{title}; micro-batches held at most: {held}"))
-        for rank, spans in enumerate(found.spans):
+        for rank in range(RANKS):
             y = top + 22 + rank * ROW
             body.append(label(LEFT - 8, y + 13, f"rank {rank}", "end", SOFT))
-            for (kind, stage, micro_batch), began, ended in spans:
+            for (owner, (kind, stage, micro_batch), _), began, ended in zip(
+                found.arrangement.steps, found.began, found.ended, strict=True
+            ):
+                if owner != rank:
+                    continue
                 x, width = LEFT + began * UNIT, (ended - began) * UNIT
                 tip = f"{kind} of micro-batch {micro_batch}, stage {stage}"
                 body.append(bar(x, y, width - 1, ROW - 2, tip, fill=COLORS[kind]))

@@ -1,21 +1,20 @@
 """Causal attention inside documents, where possible without a (T, T) matrix.
 
 [Note: documents] Several documents are packed into one sequence. A kernel that knows where each
-document begins skips the pairs of tokens that a mask would hide. It does less work, and allocates
-nothing of size T x T. `locate` prepares one of three ways, once per pass for all layers:
+document begins skips the pairs of tokens that a (T, T) mask would hide. `locate` prepares one of
+three ways:
 
 - *varlen*: the offsets of documents (`cu_seqlens`, see `trainer.data.documents`). On CUDA they go
   to the variable-length form of FlashAttention (Dao 2023). On a CPU torch's flash kernel is called
   once per document.
 - *flex*: a `BlockMask` for FlexAttention (Dong et al. 2024), for dtypes, heads and GPUs that
   *varlen* does not support. On CUDA only: torch 2.13 cannot compute its backward pass on a CPU.
-- *sdpa*: one additive (T, T) mask for torch's `scaled_dot_product_attention` (SDPA), which works
+- *sdpa*: one additive mask for torch's `scaled_dot_product_attention` (SDPA), which works
   everywhere. On a CPU it is faster than *varlen* for short sequences in bf16.
 
-Without documents SDPA computes causal attention, without a mask.
-
-With a sliding window of W a token sees the last W tokens of its document, itself included. In
-*varlen* the window is an argument of the CUDA kernel. In *flex* and *sdpa* it is part of the mask.
+Without documents SDPA computes causal attention, without a mask. With a sliding window of W a token
+sees the last W tokens of its document, itself included. In *varlen* the window is an argument of
+the CUDA kernel. In *flex* and *sdpa* it is part of the mask.
 
 [Note: sinks] An attention sink is a learned score of each head that takes part in the softmax of
 every query and carries no value (Agarwal et al. 2025, "gpt-oss-120b & gpt-oss-20b Model Card"), so
@@ -47,19 +46,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 MASKED_ON_CPU = 256
 """Longest sequence, in tokens, for which on a CPU one masked call in bf16 is faster than a call per
-document. The masked call is slower for 512 tokens, and in float32 and fp16 already for 256 (`python
--m benchmarks.attention_memory grid`)."""
+document (`python -m benchmarks.attention_memory grid`)."""
 
 
 class Documents(NamedTuple):
-    """Boundaries of the documents in a micro-batch, in the form that the attention kernel needs,
-    see [Note: documents]."""
+    """Boundaries of the documents in a micro-batch, see [Note: documents]."""
 
     way: Way | Literal["ring"]
     where: Any
-    """The boundaries. For varlen: cu_seqlens, the offsets of documents in the packed rows. For
-    flex: a BlockMask. For sdpa: an additive mask (B, 1, T, T), with sinks (B, 1, T, T + 1). For
-    ring: the function of (q, k, v) that computes attention, see `trainer.parallel.context`."""
+    """The boundaries. For varlen: cu_seqlens. For flex: a BlockMask. For sdpa: an additive mask (B,
+    1, T, T), with sinks (B, 1, T, T + 1). For ring: the function of (q, k, v) that computes
+    attention, see `trainer.parallel.context`."""
     window: int | None = None
     """Number of tokens that each token sees, itself included; None: all tokens before it."""
 
@@ -74,6 +71,7 @@ def choose_attention(
     sinks: bool = False,
 ) -> Way:
     """Choose how attention separates documents: the fastest way that works, or the requested one.
+    Raises ValueError if the requested way does not work.
 
     Args:
         requested: `model.attention` of the recipe.
@@ -83,9 +81,6 @@ def choose_attention(
         length: T.
         window: whether a sliding window limits what a token sees.
         sinks: whether heads have attention sinks, see [Note: sinks].
-
-    Raises:
-        ValueError: the requested way does not work; the message has the reason and the remedy.
     """
     hindrances = hindrances_of(dtype, head_dim, capability, window, sinks)
     if requested != "auto":
@@ -140,19 +135,14 @@ def locate(
     sinks: bool = False,
 ) -> Documents:
     """Compute the boundaries of documents once per pass, for all layers. The host does not wait for
-    the GPU, and other boundaries of documents cause no new compilation.
+    the GPU, and changed boundaries cause no new compilation. Raises ValueError if the requested way
+    does not work.
 
     Args:
         cu_seqlens: see `trainer.data.documents`.
         shape: (B, T).
-        dtype: dtype of queries, keys and values.
-        head_dim: H.
-        requested: `model.attention` of the recipe.
+        dtype, head_dim, requested, sinks: see `choose_attention`.
         window: number of tokens that each token sees, itself included; None: all before it.
-        sinks: whether `attend` gets attention sinks.
-
-    Raises:
-        ValueError: the requested way does not work, see `choose_attention`.
     """
     rows, length = shape
     slides = window is not None
@@ -182,19 +172,14 @@ def locate(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Scaled dot-product attention, causal, and inside documents if there are any.
+    """Return causal scaled dot-product attention (B, T, N, H), inside documents if there are any.
+    Raises ValueError for sinks without documents, or with documents in a way without sinks.
 
     Args:
         q: (B, T, N, H).
         k, v: (B, T, K, H).
         documents: from `locate`.
         sinks: the sink of each query head (N), see [Note: sinks]; None: no sinks.
-
-    Returns:
-        (B, T, N, H)
-
-    Raises:
-        ValueError: there are sinks, but no documents, or documents in a way without sinks.
     """
     if sinks is not None and (documents is None or documents.way not in ("flex", "sdpa")):
         raise ValueError("attention sinks need documents from locate(…, sinks=True)")
@@ -234,7 +219,7 @@ def attend(
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, sinks: Tensor | None) -> Tensor:
-    """FlexAttention of q (B, N, T, H), k and v (B, K, T, H), with sinks (N) if there are any."""
+    """Return FlexAttention of q (B, N, T, H), k and v (B, K, T, H), with sinks (N) unless None."""
     flex_attention, _ = flex_kernels()
     given: dict[str, Any] = {"block_mask": block_mask, "enable_gqa": q.shape[1] != k.shape[1]}
     if sinks is None:
@@ -249,14 +234,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, sinks: Tensor | None
 def _with_key_of_sink(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the heads more elements, and append a key whose score is the sink of a query's head and
-    whose value is 0. Returns q, k and v.
-
-    Args:
-        q: (B, N, T, H).
-        k, v: (B, K, T, H).
-        sinks: (N).
-    """
+    """Return q (B, N, T, H), k and v (B, K, T, H) with more elements per head, and with one more
+    key, whose score is the query head's sink (N) and whose value is 0. See [Note: sinks]."""
     size = q.shape[-1]
     more = 8 - size % 8  # kernels of GPUs are slow for sizes that are no multiple of 8
     # times √H, because SDPA divides scores by it
@@ -276,7 +255,7 @@ def _groups_in_kernel(q: Tensor, documents: Documents | None) -> bool:
 
 
 def _constant(function: Function) -> Function:
-    """Mark a function as constant: the compiler calls it once, and compiles its result in."""
+    """Make the compiler call a function only once, and insert its result as a constant."""
     # torch.compiler.assume_constant_result does only this, but imports the compiler: over a second.
     function.__dict__["_dynamo_marked_constant"] = True
     return function
@@ -284,14 +263,12 @@ def _constant(function: Function) -> Function:
 
 @_constant
 def capability(device: torch.device) -> Capability | None:
-    """Compute capability of a GPU; None for the CPU."""
     return None if device.type == "cpu" else torch.cuda.get_device_capability(device)
 
 
 @cache
 def flex_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return (flex_attention, create_block_mask), compiled. Uncompiled they would build the (T, T)
-    matrix."""
+    """Return (flex_attention, create_block_mask), compiled so that they build no (T, T) matrix."""
     # imported here, because it takes over a second
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -329,16 +306,13 @@ _LIBRARY.define(
 
 
 def _results(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Empty tensors for the output (tokens, N, H), and for the logarithms of softmax sums (tokens,
-    N)."""
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(q.shape[:2], dtype=sums)
 
 
 def _per_document(ends: Tensor, *tensors: Tensor) -> list[list[Tensor]]:
-    """Cut each tensor (tokens, heads, …) by documents, into views (1, heads, length, …) per
-    document."""
+    """Cut tensors (tokens, heads, …) into views (1, heads, length, …) for each document."""
     places = [pair for pair in pairwise(ends.tolist()) if pair[0] < pair[1]]
     return [[x[a:b].transpose(0, 1)[None] for x in tensors] for a, b in places]
 
@@ -375,7 +349,7 @@ def _gradients(
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs, *output)
-    # The logarithms are used by backward only.
+    # Only backward uses the logarithms of the softmax sums.
     ctx.mark_non_differentiable(output[1])
 
 

@@ -1,8 +1,8 @@
 """Decisions of a block's forward pass that recomputation reuses.
 
-[Note: decisions] A decision is a result without a gradient that is small compared with the
-activations that recomputation frees, such as a router's choice of experts. It is stored, because
-computing it again would take kernels and, if the host needs sizes, a wait for the device.
+[Note: decisions] A decision is a small result without a gradient, such as a router's choice of
+experts. It is stored, because computing it again would take kernels and, if the host needs sizes, a
+wait for the device.
 """
 
 from collections.abc import Callable
@@ -53,8 +53,7 @@ def keeping_decisions(
 
 
 class _DecisionContext(AbstractContextManager[None]):
-    """Context manager that enters `inner`, and sets how `decided` obtains decisions in it. It can
-    be entered several times."""
+    """Context that sets how `decided` obtains decisions. Can be entered several times."""
 
     def __init__(self, begin: Callable[[], Answer], inner: AbstractContextManager[Any]) -> None:
         self._begin, self._inner = begin, inner

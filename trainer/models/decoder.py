@@ -1,9 +1,8 @@
 """Decoder models whose blocks come from a family, with modules named as in Hugging Face
 transformers.
 
-The model knows no ranks: strategies are applied to it through `Decoder.blocks`. Its only buffers
-are persistent ones in the blocks of some families, which get initial values as parameters do. So a
-model built on the meta device is complete once its `state_dict` is filled.
+All buffers are persistent and get initial values as parameters do. So a model built on the meta
+device is complete once its `state_dict` is filled.
 
 Shapes: B batch, T sequence, D hidden, N query heads, K key/value heads, H head dim, V vocabulary.
 """
@@ -18,15 +17,12 @@ from torch import Tensor, nn
 
 from trainer.data.documents import cu_seqlens_of
 from trainer.models.attention import Documents, Requested, attend, locate
-from trainer.models.family import Family, TensorPlan, family_of
+from trainer.models.family import Family, family_of
 from trainer.models.loss import HeadLoss
 from trainer.models.nf4_linear import weights_in
 from trainer.models.preference import PreferenceLoss
 from trainer.models.rotary import Rope, rope_table, rotate
 from trainer.recipe.architecture import Architecture
-
-TIED_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
-"""Second name of a weight in published checkpoints of tied models → its name in the model."""
 
 TENSOR_PLAN = {
     "model.embed_tokens": "vocabulary",
@@ -39,8 +35,8 @@ TENSOR_PLAN = {
     "*.self_attn.[qk]_norm": "head_norm",
     "*norm": "norm",
 }
-"""`TensorPlan` of models whose blocks consist of `MLP`, of `Attention` whose norms, if any, treat
-each head separately, and of other norms."""
+"""`TensorPlan` of models whose blocks consist of `MLP`, of norms, and of `Attention` whose own
+norms treat each head separately."""
 
 
 class RMSNorm(nn.Module):
@@ -53,17 +49,15 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., size) to (..., size)."""
         # Under autocast x may be bf16 and the weight float32, but the fused kernel needs one dtype.
         weight = self.weight
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).type_as(x)
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions.
-
-    `q_norm` gets the queries (B, T, N, H), and `k_norm` the keys (B, T, K, H), before they rotate.
-    """
+    """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions. `q_norm` gets the
+    queries (B, T, N, H), and `k_norm` the keys (B, T, K, H), before they rotate. `bias`: whether
+    the projections of queries, keys and values have a bias."""
 
     def __init__(
         self,
@@ -72,7 +66,6 @@ class Attention(nn.Module):
         k_norm: nn.Module | None = None,
         bias: bool = False,
     ) -> None:
-        """`bias`: whether the projections of queries, keys and values have a bias."""
         super().__init__()
         hidden, self.head_dim = architecture.hidden_size, architecture.head_dim
         query_size = architecture.num_attention_heads * self.head_dim
@@ -94,13 +87,9 @@ class Attention(nn.Module):
         return q, k, self.v_proj(x).view(heads)
 
     def forward(self, x: Tensor, rope: Rope | None, documents: Documents | None) -> Tensor:
-        """Map x (B, T, D) to (B, T, D).
-
-        Args:
-            x: only a part of the sequence under sequence parallelism.
-            rope: cosines and sines, see `rope_table`; None: no rotation.
-            documents: see `locate`; None: each sequence is one document.
-        """
+        """Map x (B, T, D) to (B, T, D). Under sequence parallelism x is a part of the sequence.
+        `rope`: see `rope_table`; None: no rotation. `documents`: see `locate`; None: each sequence
+        is one document."""
         q, k, v = self.project(x)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
@@ -125,13 +114,11 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (B, T, D) to (B, T, D)."""
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    """A transformer block that normalises the inputs of attention and MLP, and adds their outputs
-    to the residual stream."""
+    """A transformer block that normalises the inputs of attention and MLP."""
 
     def __init__(self, architecture: Architecture, attention: Attention, mlp: nn.Module) -> None:
         super().__init__()
@@ -142,8 +129,7 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, rope: Rope | None, documents: Documents | None) -> Tensor:
-        """Map the residual stream x (B, T, D) to (B, T, D). Other arguments: see
-        `Attention.forward`."""
+        """Map the residual stream x (B, T, D) to (B, T, D), see `Attention.forward`."""
         x = x + self.self_attn(self.input_layernorm(x), rope, documents)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -155,7 +141,6 @@ class Backbone(nn.Module):
         super().__init__()
         self.architecture, self.attention = architecture, attention
         self.kinds = family.kinds_of_layers(architecture)
-        """Attention window and rotary positions of each layer."""
         self.sinks = family.sinks
         self.embed_tokens = _embedding(architecture.vocab_size, architecture.hidden_size)
         self.layers = nn.ModuleList(
@@ -174,9 +159,7 @@ class Backbone(nn.Module):
         documents: Documents | None = None,
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Return hidden states (B, T, D), and the statistics of each block that returns some.
-        `hidden`: output of the previous part of the model, if this is a later part. Other
-        arguments: see `Decoder.forward`."""
-        # Shared by all layers, so computed once here.
+        Arguments: see `Decoder.forward`."""
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         bases = {kind.theta for kind in self.kinds}
@@ -187,7 +170,7 @@ class Backbone(nn.Module):
         # Even under autocast the embedding returns float32, which all blocks would keep.
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        # The shape of input_ids, because attention sees all tokens, of which x may have a part.
+        # The shape of input_ids: under sequence parallelism x has only a part of the tokens.
         where = input_ids.shape, x.dtype, self.architecture.head_dim, self.attention
         if cu_seqlens is None and self.sinks:
             # Without documents `attend` supports no sinks.
@@ -221,7 +204,6 @@ def _one_document_each(input_ids: Tensor) -> Tensor:
 
 
 def _embedding(rows: int, columns: int) -> nn.Embedding:
-    """An embedding with torch's usual initial values; uninitialised on the meta device."""
     if torch.get_default_device().type == "meta":
         # Drawing values on the meta device would import torch._dynamo, which takes a second.
         return nn.Embedding.from_pretrained(torch.empty(rows, columns), freeze=False)
@@ -229,25 +211,20 @@ def _embedding(rows: int, columns: int) -> nn.Embedding:
 
 
 class WholeSequenceMeans(Protocol):
-    """Converts means over a rank's part of the sequences to means over whole sequences, and passes
-    gradients back to the part."""
+    """Converts means over this rank's part of the sequences to means over whole sequences, and
+    passes gradients back to the part."""
 
     def over_labels(self, mean: Tensor) -> Tensor:
-        """Return the mean over the counted labels of whole sequences. `mean`: over those of this
-        rank's part."""
+        """Convert a mean over the labels that count."""
 
     def over_tokens(self, mean: Tensor) -> Tensor:
-        """Return the mean over all tokens of each sequence. `mean`: over those of this rank's
-        part."""
+        """Convert a mean over all tokens of each sequence."""
 
 
 class Decoder(nn.Module):
-    """A causal language model.
-
-    Parameters have Hugging Face's names: `model.embed_tokens.weight`, `model.layers.{i}.…`,
-    `model.norm.weight` and `lm_head.weight`. With tied embeddings there is no `lm_head`; the
-    embedding matrix is used twice, so `to_empty` and sharding cannot untie it.
-    """
+    """A causal language model. Parameters have Hugging Face's names: `model.embed_tokens.weight`,
+    `model.layers.{i}.…`, `model.norm.weight` and `lm_head.weight`. With tied embeddings there is no
+    `lm_head`; the embedding matrix is used twice, so `to_empty` and sharding cannot untie it."""
 
     def __init__(
         self,
@@ -262,8 +239,15 @@ class Decoder(nn.Module):
             family: family of the model; None: the bundled family of its `model_type`.
         """
         super().__init__()
-        family = family or family_of(architecture.model_type)
-        self.family = family
+        self.family = family = family or family_of(architecture.model_type)
+        self.name = f"{family.model_type} decoder"
+        self.vocab_size = architecture.vocab_size
+        self.most_positions = architecture.max_position_embeddings
+        self.tensor_plan, self.stacks = family.tensor_plan, family.stacks
+        self.stacks_apart: Sequence[str] = () if family.stacked_in_files else family.stacks
+        """Patterns of `stacks` whose parameters checkpoints store row by row."""
+        self.experts = bool(family.stacks)
+        """Whether a token uses only some of the weights."""
         self.model = Backbone(architecture, family, attention)
         self.lm_head: nn.Linear | None = None
         if not architecture.tie_word_embeddings:
@@ -275,46 +259,13 @@ class Decoder(nn.Module):
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
-        """Repeated parts of the model: units of sharding, recomputation and compilation."""
+        """Repeated parts of the model, which are sharded, recomputed and compiled separately."""
         return self.model.layers
-
-    @property
-    def tensor_plan(self) -> TensorPlan | None:
-        """How modules are divided among tensor-parallel ranks; None: they cannot be."""
-        return self.family.tensor_plan
-
-    @property
-    def stacks(self) -> Sequence[str]:
-        return self.family.stacks
-
-    @property
-    def stacks_apart(self) -> Sequence[str]:
-        """Patterns of `stacks` whose parameters checkpoints store row by row."""
-        return () if self.family.stacked_in_files else self.stacks
-
-    @property
-    def experts(self) -> bool:
-        """Whether a token uses only some of the weights."""
-        return bool(self.stacks)
 
     @property
     def tied_copies(self) -> Mapping[str, str]:
         """Second name of a tied weight in published checkpoints → its name in the model."""
-        return TIED_COPIES if self.lm_head is None else {}
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.architecture.vocab_size
-
-    @property
-    def most_positions(self) -> int:
-        """Longest sequence in tokens."""
-        return self.model.architecture.max_position_embeddings
-
-    @property
-    def name(self) -> str:
-        """The model's name in messages."""
-        return f"{self.family.model_type} decoder"
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.lm_head is None else {}
 
     @property
     def compiled_beside_blocks(self) -> Iterable[nn.Module]:
@@ -323,8 +274,8 @@ class Decoder(nn.Module):
 
     def part(self, run: range) -> "Decoder":
         """Return a copy with only the blocks whose indices are in `run`. The embedding stays with
-        the first block, norm and head with the last. A tied embedding is in the part with the first
-        block and in the part with the last. FQNs are unchanged."""
+        the first block, norm and head with the last; a tied embedding stays with both. FQNs are
+        unchanged."""
         part = copy.deepcopy(self)
         backbone = part.model
         for number in set(range(len(backbone.layers))) - set(run):
@@ -339,9 +290,9 @@ class Decoder(nn.Module):
         return part
 
     def block_costs(self, seq_len: int) -> list[float]:
-        """Floating-point operations of forward per token, by block. The last block includes the
-        head. Weights of experts that a token does not use are subtracted from all blocks, in
-        proportion to their sizes."""
+        """Return the floating-point operations of forward per token, by block. The last block
+        includes the head. Experts that a token does not use are subtracted from all blocks, in
+        proportion to the blocks' sizes."""
         architecture = self.model.architecture
         heads = architecture.num_attention_heads * architecture.head_dim
         sizes = [sum(map(weights_in, block.parameters())) for block in self.blocks]
@@ -377,27 +328,24 @@ class Decoder(nn.Module):
             document_ids: (B, T) integers; attention stays inside runs of equal ids. Positions count
                 over the whole sequence: RoPE depends only on their differences. Synchronises with a
                 GPU.
-            cu_seqlens: documents as from `trainer.data.documents.cu_seqlens_of`; does not
-                synchronise.
+            cu_seqlens: `trainer.data.documents.cu_seqlens_of` documents; does not synchronise.
             hidden: (B, T, D), output of the previous part of the model.
             positions: (T,) integers, positions in the sequence; None: 0 to T - 1.
-            documents: boundaries of documents where attention sees more tokens than `input_ids`, as
-                in a ring. `document_ids` and `cu_seqlens` are then None.
+            documents: boundaries of documents for attention in a ring, which sees more tokens than
+                `input_ids`; replaces `document_ids` and `cu_seqlens`.
             statistics: (blocks, …), statistics of the previous parts.
             whole: converts means, on a rank that has a part of each sequence (`strategy.cp`).
             segments: (B, T) int64, for P pairs: index of the answer of each label, in the order
                 chosen, rejected, chosen, rejected ….
             answer_labels: (2 P,), number of labels of each answer.
-            reference: (2 P,), log-probabilities by the reference, for a `preference` that needs
-                them.
+            reference: (2 P,), log-probabilities of the answers by the reference model.
 
         Returns:
             Logits (B, T, V) in the dtype of the computation. With labels, the mean cross-entropy in
-            nats over the counted labels, a float32 scalar (0 if no label counts). If the family has
-            `beside_loss`, a dict of its scalars, of `cross_entropy`, and of `loss`. In training
-            `loss` is the cross-entropy plus the weighted scalars, otherwise the cross-entropy. For
-            pairs, the dict of `preference`; if it needs a reference and there is none, the
-            log-probabilities of the answers (2 P,) float64.
+            nats over the labels that count, a float32 scalar (0 if none does). If the family has
+            `beside_loss`, a dict of its scalars, of `cross_entropy`, and of `loss`, to which
+            training adds the weighted scalars. For pairs, the dict of `preference`; if it needs a
+            missing reference, the log-probabilities of the answers (2 P,) float64.
         """
         if document_ids is not None:
             cu_seqlens = cu_seqlens_of(document_ids)
@@ -407,16 +355,12 @@ class Decoder(nn.Module):
         if self.has_head and labels is None:
             return self.head(hidden)
         if self.family.beside_loss and self.family.statistics:
-            statistics_so_far = torch.stack(list(of_blocks))
-            statistics_so_far = whole.over_tokens(statistics_so_far) if whole else statistics_so_far
-            statistics_so_far = (
-                statistics_so_far
-                if statistics is None
-                else torch.cat([statistics, statistics_so_far])
-            )
+            so_far = torch.stack(list(of_blocks))
+            so_far = whole.over_tokens(so_far) if whole else so_far
+            so_far = so_far if statistics is None else torch.cat([statistics, so_far])
             if not self.has_head:
-                return hidden, statistics_so_far
-            of_blocks = statistics_so_far.unbind()
+                return hidden, so_far
+            of_blocks = so_far.unbind()
         assert labels is not None
         if segments is None or answer_labels is None:
             loss = self.loss(hidden, labels)
@@ -440,7 +384,7 @@ class Decoder(nn.Module):
         return {"loss": loss, **scalars, **{name: value for name, (value, _) in beside.items()}}
 
     def hidden(self, input_ids: Tensor) -> Tensor:
-        """Inputs of the head (B, T, D) for token ids (B, T)."""
+        """Return the inputs of the head (B, T, D) for token ids (B, T)."""
         states: Tensor = self.model(input_ids)[0]
         return states
 
@@ -458,12 +402,10 @@ class Decoder(nn.Module):
         )
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Map hidden states (…, D) to logits (…, V)."""
         return F.linear(hidden, self._head_weight)
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy from hidden states (B, T, D) and labels (B, T). The head is applied to
-        chunks of rows, so that not all logits exist at once."""
+        """Return the mean cross-entropy from hidden states (B, T, D) and labels (B, T)."""
         return self.head_loss(hidden, self._head_weight, labels)
 
     @property

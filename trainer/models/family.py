@@ -15,16 +15,12 @@ from trainer.recipe.seeds import stable_seed
 
 DrawParameter = Callable[[str, tuple[int, ...], Architecture, int], Tensor]
 """Maps (FQN, global shape, architecture, seed of the run) to the whole initial tensor of a
-parameter: float32, on the CPU. A pure function, so that all world sizes and strategies start
-equally."""
+parameter: float32, on the CPU. A pure function, so that initial weights are equal for all world
+sizes and strategies."""
 
 TensorPlan = Mapping[str, str]
 """Pattern of module FQNs → how these modules are divided among tensor-parallel ranks, see [Note:
 tensor parallelism] in trainer/parallel/tensor.py. The first matching pattern counts."""
-
-AfterStep = Callable[[nn.Module], None]
-"""A function called on all ranks after each optimizer step, with the trained model or its
-wrapper."""
 
 BesideLoss = Callable[[Sequence[Tensor], Architecture], Mapping[str, tuple[Tensor, float]]]
 """Maps (statistics returned by the blocks, architecture) to scalars by name, each with its weight
@@ -40,7 +36,6 @@ def init_parameter(
         return torch.ones(shape)
     if name.endswith(".bias"):
         return torch.zeros(shape)
-    # Seeded by name, so that values are equal for all world sizes and strategies.
     generator = torch.Generator().manual_seed(stable_seed(seed, name))
     return torch.empty(shape).normal_(0, architecture.initializer_range, generator=generator)
 
@@ -64,19 +59,16 @@ class LayerKind:
     """Base of the layer's rotary wavelengths, without scaling; None: the model's."""
 
     def reach(self, length: int) -> int:
-        """Return the largest number of tokens that one token sees in a sequence of `length`
-        tokens."""
+        """Return the most tokens that one token sees in a sequence of `length` tokens."""
         return length if self.window is None else min(self.window, length)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How models of one `model_type` are read, built, initialised and written, and what work they
-    do. Parameters are named as in transformers, so checkpoints need no conversion."""
+    """How models of one `model_type` are read, built, initialised and written, and what they
+    compute. Parameters are named as in transformers, so checkpoints need no conversion."""
 
     model_type: str
-    """`model_type` in config.json."""
-
     model_class: str
     """Name of the transformers class, for `architectures` in config.json."""
 
@@ -86,12 +78,12 @@ class Family:
     `beside_loss`."""
 
     fixed: Mapping[str, Any]
-    """Keys of config.json, each with the only value that this family supports. They are written,
-    and checked when a file is read."""
+    """Keys of config.json, each with the only value that this family supports. The value is
+    written, and other values are refused when a file is read."""
 
     unread: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json that are written, because transformers' defaults may not fit the model.
-    They are not read."""
+    """Keys of config.json that are written but not read. They are written because transformers'
+    defaults may not fit the model."""
 
     defaults: Mapping[str, Any]
     """transformers' defaults for keys that a config.json lacks."""
@@ -112,30 +104,27 @@ class Family:
     """Other names of rotary scaling types in files of this family → their usual names."""
 
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """Alternative key in config.json → its usual name, for files with only the alternative."""
+    """Alternative key in config.json → its usual name, for files that have only the former."""
 
     draw: DrawParameter = init_parameter
-    """Draws initial weights."""
 
     groups: Sequence[ParameterGroup] = ()
-    """Parameters with their own decay or learning rate; groups in the recipe's `optimizer.groups`
-    have priority."""
+    """Parameters with their own decay or learning rate; `optimizer.groups` has priority."""
 
     idle_parameters: Callable[[Architecture], int] = no_idle_parameters
-    """Returns the number of matrix parameters that a token does not use, because they belong to
-    experts that the router did not choose."""
+    """Returns the number of matrix parameters of experts that a token does not use."""
 
     beside_loss: BesideLoss | None = None
-    """Computes scalars from the blocks' statistics. They are recorded and, in training, added to
-    the cross-entropy, each times its weight."""
+    """Computes scalars from the blocks' statistics. They are recorded. In training they are added
+    to the cross-entropy, each times its weight."""
 
     statistics: Callable[[Architecture, int], tuple[int, ...]] | None = None
     """Maps (architecture, number of sequences) to the shape of the float32 statistics that each
     block returns. Set only if these are means over the tokens of each sequence, for all blocks:
     then ranks can divide the sequences (cp) or the blocks (pp)."""
 
-    after_step: AfterStep | None = None
-    """Changes the model after each optimizer step."""
+    after_step: Callable[[nn.Module], None] | None = None
+    """Called on all ranks after each optimizer step, with the trained model or its wrapper."""
 
     stacks: Sequence[str] = ()
     """Patterns of FQNs of modules each of whose parameters (E, …) stacks those of E experts.
@@ -152,7 +141,7 @@ class Family:
     """Maps (size, eps) to the norm below the output head; None: an RMSNorm."""
 
     embedding_scale: Callable[[Architecture], float] | None = None
-    """Factor by which the embeddings are multiplied."""
+    """Returns the factor by which embeddings are multiplied; None: 1."""
 
     tensor_plan: TensorPlan | None = None
     """Tensor plan for `strategy.tp`; `trainer.TENSOR_PLAN` fits usual blocks. None: tp is
@@ -199,12 +188,10 @@ class Family:
     def flops_per_token(
         self, architecture: Architecture, parameters: int, seq_len: int, frozen: int = 0
     ) -> float:
-        """Floating-point operations of forward and backward per token.
-
-        6 per matrix parameter that a token uses, and 12 x layers x heads x head_dim x seq_len for
-        attention (Chowdhery et al. 2022, appendix B). Causality is not discounted, but a window is.
-        `frozen`: number of matrix parameters without a gradient, which need 4 each.
-        """
+        """Return the floating-point operations of forward and backward per token: 6 per matrix
+        parameter that a token uses, and 12 x layers x heads x head_dim x seq_len for attention
+        (Chowdhery et al. 2022, appendix B). Causality is not discounted, but a window is. `frozen`:
+        number of matrix parameters without a gradient, which need 4 each."""
         with refusing("model.family", f"idle_parameters of {self.model_type}"):
             idle = self.idle_parameters(architecture)
         products = parameters - idle
@@ -217,8 +204,9 @@ class Family:
         return 6.0 * products - without + 12 * heads * seen
 
 
-class UnsupportedError(ValueError):
-    """No bundled family supports the model of a well-formed config.json; `reason` has the cause."""
+class UnsupportedModelError(ValueError):
+    """No bundled family supports the model of a well-formed config.json. `reason` says why, without
+    the file's name and the remedy."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -226,8 +214,7 @@ class UnsupportedError(ValueError):
 
 
 def window_of(architecture: Architecture) -> int | None:
-    """Value of the option `sliding_window`. Raises ValueError if it is neither a whole number above
-    0, nor null."""
+    """Return the option `sliding_window`. Raises ValueError if it is invalid."""
     window = (architecture.options or {}).get("sliding_window")
     if window is not None and (type(window) is not int or window < 1):
         raise ValueError(f"sliding_window: {window!r} is no whole number above 0; set one, or null")
@@ -240,16 +227,13 @@ def kinds_by_window(
     slides: Sequence[bool],
     rotary: Sequence[bool] | None = None,
 ) -> list[LayerKind]:
-    """Return the kind of each layer, for models in which a layer either has the window or none.
+    """Return the kind of each layer, for models in which some layers have the window. Raises
+    ValueError if the option `layer_types`, which overrides `slides`, is invalid.
 
     Args:
-        architecture: its option `layer_types` overrides `slides`.
         window: number of tokens that a token sees, itself included; None: no layer has a window.
         slides: for each layer, whether it has a window.
         rotary: for each layer, whether it rotates queries and keys; None: all do.
-
-    Raises:
-        ValueError: `layer_types` is invalid.
     """
     count, types = architecture.num_hidden_layers, (architecture.options or {}).get("layer_types")
     if types is not None:
@@ -276,12 +260,11 @@ def kinds_by_window(
 
 
 def family_of(model_type: Any) -> Family:
-    """Return the bundled family of a `model_type`. Raises UnsupportedError if no bundled family has
-    this `model_type`."""
+    """Return the bundled family of a `model_type`. Raises UnsupportedModelError."""
     known = bundled_families()
     if model_type not in known:
         names = " or ".join(map(repr, known))
-        raise UnsupportedError(
+        raise UnsupportedModelError(
             f"model_type={model_type!r} is not supported, only {names}; transformers trains others "
             "from model.init_from (model.implementation: auto), or write a family of your own "
             "(docs/extending.md)",
@@ -292,8 +275,7 @@ def family_of(model_type: Any) -> Family:
 
 
 def find_family(name: str) -> Family:
-    """Import the family that `model.family` names. Raises RecipeError if it is missing, or is no
-    `Family`."""
+    """Import the family that `model.family` names. Raises RecipeError."""
     family = import_factory("model.family", name)
     if not isinstance(family, Family):
         raise RecipeError(

@@ -8,7 +8,7 @@ from checkpointing.format.untrusted import read_object
 from checkpointing.storage.place import Place, location
 from checkpointing.storage.source import MOST_BYTES
 from checkpointing.storage.steps import storage_of
-from trainer.models.family import Family, UnsupportedError, family_of
+from trainer.models.family import Family, UnsupportedModelError, family_of
 from trainer.recipe import RecipeError
 from trainer.recipe.architecture import ROPE_KEYS, Architecture, RopeScaling
 
@@ -55,21 +55,14 @@ files of transformers 5, the objects with rotary parameters of layers with and w
 
 _ORIGINAL = "original_max_position_embeddings"
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
-"""Keys of rotary scaling. The default of _ORIGINAL is max_position_embeddings. _NEEDED have no
-default, except in longrope."""
 
 
 class ConfigError(ValueError):
     """A file of a checkpoint cannot be used; the message has the file and the key."""
 
 
-class NotOursError(ConfigError):
-    """A well-formed config.json describes a model that no family of Perdure supports. `reason` says
-    why, without the file's name and the remedy."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+class NotOursError(ConfigError, UnsupportedModelError):
+    """A config.json describes a model that no family of Perdure supports."""
 
 
 MOST_LAYERS = 10_000
@@ -77,18 +70,15 @@ _CONFIG_BYTES = 16 << 20
 
 
 def read_config(path: str | Place, family: Family | None = None) -> Architecture:
-    """Read the architecture in a config.json.
-
-    Accepts the formats of transformers 4 and 5 (`rope_theta` and `rope_scaling`, or
-    `rope_parameters`).
+    """Read the architecture in a config.json, in the format of transformers 4 or 5.
 
     Args:
         path: checkpoint directory, or the file itself.
         family: required family; None: the bundled family of its `model_type`.
 
     Raises:
-        ConfigError: the file or a key is missing or malformed, or (NotOursError) the family does
-            not support the model.
+        ConfigError: the file or a key is missing or malformed.
+        NotOursError: the family does not support the model.
     """
     file, config = _file_of(path), read_json(path)
     try:
@@ -101,16 +91,15 @@ def read_config(path: str | Place, family: Family | None = None) -> Architecture
                 "correct the file"
             )
         return architecture
-    except UnsupportedError as error:
+    except UnsupportedModelError as error:
         raise NotOursError(f"{file}: {error}", error.reason) from error
     except ValueError as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
 def read_json(path: str | Place) -> dict[str, Any]:
-    """Read the contents of a config.json. `path`: checkpoint directory, or the file itself. Raises
-    ConfigError if the file cannot be read, is no JSON object, or names an unsupported format of
-    weights."""
+    """Read a config.json. `path`: checkpoint directory, or the file itself. Raises ConfigError if
+    the file cannot be read, is no JSON object, or names an unsupported format of weights."""
     file = _file_of(path)
     try:
         config = read_object(storage_of(file).read(file, _CONFIG_BYTES))
@@ -218,8 +207,8 @@ def _rope(config: dict[str, Any], family: Family) -> tuple[float, RopeScaling | 
 def _full_attention_rope(
     config: dict[str, Any], key: str, given: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the rotary parameters of layers without a window. Stores the base of layers with a
-    window in `config`."""
+    """Return the rotary parameters of layers without a window. Stores the rotary base of layers
+    with a window in `config`."""
     local, full = given[_SLIDING] or {}, given.get(_FULL) or {}
     if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
         raise _unsupported(f"{key}.{_SLIDING}", local, "the rope_type 'default'")
@@ -230,8 +219,8 @@ def _full_attention_rope(
 
 
 def _rope_value(rope: Mapping[str, Any], rope_type: str, key: str) -> Any:
-    """Value of a rotary parameter: a number, a flag or a tuple of numbers. None: the default
-    applies. Raises ValueError if the value is malformed, or missing and needed."""
+    """Return a rotary parameter: a number, a flag, a tuple of numbers, or None for its default.
+    Raises ValueError if the value is malformed, or missing and needed."""
     value = rope.get(key)
     if key == _ORIGINAL:
         return _positive(rope, key, int)
@@ -254,11 +243,11 @@ def config_json(
     *,
     eos_id: int | list[int] | None = None,
 ) -> dict[str, Any]:
-    """Contents of a config.json with which transformers 4.57 and 5 open a causal language model.
-    Rotary parameters are written twice, in the formats of transformers 4 and 5.
+    """Return a config.json with which transformers 4.57 and 5 open a causal language model. Rotary
+    parameters are in it twice, in the formats of transformers 4 and 5.
 
     Args:
-        architecture: architecture of the model, including all `options` of its family.
+        architecture: sizes of the model, including all `options` of its family.
         family: family of the model; None: a bundled family.
         eos_id: token or tokens that end a document.
 
@@ -273,8 +262,11 @@ def config_json(
             f"num_attention_heads={heads}, as transformers requires for {architecture.model_type}; "
             "change one of them"
         )
-    scaling = architecture.rope_scaling
-    scaling_json = _scaling_json(scaling) if scaling else None
+    scaling_json: dict[str, Any] | None = None
+    if scaling := architecture.rope_scaling:
+        values = {name: getattr(scaling, name) for name in ROPE_KEYS[scaling.rope_type]}
+        kept = {name: value for name, value in values.items() if value is not None}
+        scaling_json = {"rope_type": scaling.rope_type, **kept}
     options = architecture.options or {}
     rope = {
         "rope_theta": architecture.rope_theta,
@@ -303,27 +295,15 @@ def config_json(
     }
 
 
-def _scaling_json(scaling: RopeScaling) -> dict[str, Any]:
-    values = {name: getattr(scaling, name) for name in ROPE_KEYS[scaling.rope_type]}
-    kept = {name: value for name, value in values.items() if value is not None}
-    return {"rope_type": scaling.rope_type, **kept}
-
-
 def generation_config_json(*, eos_id: int | list[int] | None = None) -> dict[str, Any]:
-    """Contents of a generation_config.json. `eos_id`: token or tokens that end a document."""
+    """Return a generation_config.json. `eos_id`: token or tokens that end a document."""
     return {} if eos_id is None else {"eos_token_id": eos_id}
 
 
 def tokenizer_files(tokenizer_json: str | Place, eos_id: int) -> dict[str, bytes]:
-    """Return the files that `AutoTokenizer.from_pretrained` needs: name → contents.
-
-    Args:
-        tokenizer_json: path of a tokenizer.json, which is copied byte for byte.
-        eos_id: token that ends a document.
-
-    Raises:
-        ConfigError: the file is missing or malformed, or has no token `eos_id`.
-    """
+    """Return the files that `AutoTokenizer.from_pretrained` needs: name → contents. Raises
+    ConfigError if the tokenizer.json, which is copied byte for byte, is missing or malformed, or
+    lacks the token `eos_id`, which ends a document."""
     from tokenizers import Tokenizer
 
     path = location(tokenizer_json)
@@ -367,7 +347,7 @@ def _malformed(key: str, value: Any, wanted: str) -> ValueError:
     return ValueError(f"{key} is {shown}, but must be {wanted}; correct the file")
 
 
-def _unsupported(key: str, value: Any, supported: str) -> UnsupportedError:
+def _unsupported(key: str, value: Any, supported: str) -> UnsupportedModelError:
     cure = _CURES.get(key.rpartition(".")[2], _BY_THEIRS)
     message = f"{key}={value!r} is not supported, only {supported}; {cure}"
-    return UnsupportedError(message, f"Perdure does not support {key}={value!r}")
+    return UnsupportedModelError(message, f"Perdure does not support {key}={value!r}")

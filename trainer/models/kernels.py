@@ -1,18 +1,16 @@
 """Chooses the attention kernel on a GPU, and suggests a faster one.
 
-[Note: kernels] torch includes FlashAttention-2, which was written for A100, and cuDNN's kernel. On
-an H100 cuDNN's kernel and FlashAttention-3 take about half the time of FlashAttention-2 (631, 632
-and 329 TFLOP/s in pytorch issue 142132).
+[Note: kernels] torch includes FlashAttention-2 and cuDNN's kernel. On an H100 cuDNN's kernel and
+FlashAttention-3 take about half the time of FlashAttention-2 (631, 632 and 329 TFLOP/s in pytorch
+issue 142132).
 
 - Without documents torch's `scaled_dot_product_attention` prefers cuDNN by itself: on Hopper and
   Blackwell, unless kernels must be deterministic.
 - With documents `varlen_attn` has cuDNN's kernel only from torch 2.15 on. FlashAttention-3 (Hopper)
   and FlashAttention-4 (Hopper, Blackwell) are separate packages, which torch calls once they are
   activated. On Hopper the two packages are equally fast (torchtitan pull request 4413).
-
-Exact mode uses FlashAttention-2, which has a deterministic backward pass. Sliding windows use
-FlashAttention-2, too, because `varlen_attn` does not support them with cuDNN's kernel. Attention
-sinks use FlexAttention, see [Note: sinks] in attention.py.
+- Exact mode uses FlashAttention-2, which has a deterministic backward pass. So do sliding windows,
+  which `varlen_attn` does not support with cuDNN's kernel.
 """
 
 from collections.abc import Iterator
@@ -28,16 +26,15 @@ from torch.torch_version import TorchVersion
 from trainer.models.attention import Capability, Requested, Way, choose_attention
 
 Package: TypeAlias = Literal["FA3", "FA4"]
-"""torch's names of FlashAttention-3 and -4."""
 
 HOPPER, BLACKWELL = 9, 10
-"""Major numbers of compute capability: HOPPER of H100 and H200, BLACKWELL of B200 and B300."""
+"""Major numbers of the compute capability of H100 and H200, and of B200 and B300."""
 
 FIRST_TORCH = "2.13"
 """Oldest torch whose interface to FlashAttention-4 was checked."""
 TWO_RESULTS, MORE_RESULTS = "4.0.0b18", "2.14"
-"""TWO_RESULTS: newest flash-attn-4 whose forward returns two values. MORE_RESULTS: oldest torch
-that can call a flash-attn-4 whose forward returns more (pytorch issue 190212)."""
+"""Newest flash-attn-4 whose forward returns two values; oldest torch that can call a flash-attn-4
+whose forward returns more (pytorch issue 190212)."""
 
 HEAD_DIMS = {"FA3": 256, "FA4": 128, "cuDNN": 128}
 """Kernel → largest head_dim with a backward pass on all its GPUs."""
@@ -55,11 +52,9 @@ class GpuStack:
 
     capability: Capability
     torch: str
-    """Version of torch."""
     fa3: bool = False
     """Whether FlashAttention-3 is installed."""
     fa4: str | None = None
-    """Version of flash-attn-4, if it is installed."""
 
 
 @dataclass(frozen=True)
@@ -87,26 +82,21 @@ def choose_kernel(
     window: bool = False,
     sinks: bool = False,
 ) -> AttentionKernel:
-    """Choose the fastest installed kernel for attention on a GPU.
+    """Choose the fastest installed kernel for attention on a GPU. Raises ValueError if the
+    requested way does not work.
 
     Args:
-        gpu: the GPU and its software.
         requested: `model.attention` of the recipe; all but "auto" use torch's own kernels.
-        dtype: dtype of queries, keys and values.
-        head_dim: H.
         documents: whether attention stays inside documents.
         exact: whether the recipe has `run.determinism: exact`.
         ring: whether `strategy.cp` divides sequences. Ring attention calls torch's kernel directly.
         window: whether layers have a sliding window shorter than sequences.
-        sinks: whether heads have attention sinks.
-
-    Raises:
-        ValueError: the requested way does not work, see `choose_attention`.
+        dtype, head_dim, sinks: see `choose_attention`.
     """
     major = gpu.capability[0]
     new = major in (HOPPER, BLACKWELL)
     cudnn = new and not exact and head_dim % 8 == 0 and head_dim <= HEAD_DIMS["cuDNN"]
-    # plain causal attention: torch's own dispatch chooses the kernel
+    # For plain causal attention torch's own dispatch chooses the kernel.
     if not (documents or ring or window or sinks):
         if cudnn and dtype in (torch.bfloat16, torch.float16):
             return AttentionKernel(f"scaled_dot_product_attention: {CUDNN}")
@@ -181,11 +171,10 @@ def kernel_in_use(kernel: AttentionKernel) -> Iterator[AttentionKernel]:
                     note=f"{kernel.name} is installed, but fails to load: {reason}",
                 )
                 return
-            # the activation is process-wide, and a later attempt may need torch's own kernel
+            # The activation is process-wide, and a later use may need torch's own kernel.
             stack.callback(attention.restore_flash_attention_impl)
         if kernel.without_cudnn:
-            of_torch = attention.SDPBackend
-            # The context allows the listed backends: all but cuDNN.
-            others = [of_torch.FLASH_ATTENTION, of_torch.EFFICIENT_ATTENTION, of_torch.MATH]
-            stack.enter_context(attention.sdpa_kernel(others))
+            backend = attention.SDPBackend
+            without_cudnn = [backend.FLASH_ATTENTION, backend.EFFICIENT_ATTENTION, backend.MATH]
+            stack.enter_context(attention.sdpa_kernel(without_cudnn))
         yield kernel

@@ -1,8 +1,7 @@
 """Cross-entropy of next tokens, without the logits of a whole micro-batch in memory.
 
 With a vocabulary of 151,936 the logits of 2,048 tokens take 0.6 GB in bf16, and their float32 copy,
-softmax and gradient 1.2 GB each: more than all other activations of a 0.6 B model. The loss needs
-only a few rows of them at a time.
+softmax and gradient 1.2 GB each: more than all other activations of a 0.6 B model.
 
 Shapes: N tokens, D hidden, V vocabulary.
 """
@@ -18,28 +17,24 @@ from torch import Tensor, nn
 from trainer.data.samples import IGNORED_LABEL
 
 LOGITS_ON_CPU = 1 << 27
-"""Largest number of logits in a chunk on a CPU: 0.5 GB in float32. Each chunk adds a tensor as
-large as the head to the head's gradient, so smaller chunks would be slower."""
+"""Largest number of logits in a chunk on a CPU: 0.5 GB in float32. Smaller chunks would be slower,
+because each reads and writes the head's gradient."""
 CHUNK_SHARE = 1 / 16
-"""Share of a GPU's memory for a chunk of logits. With a vocabulary of 151,936 that is 4,400 rows on
-an H100, 7,700 on an H200, 1,200 on an L4. Each chunk reads and writes the head's gradient once, in
-float32."""
+"""Share of a GPU's memory for a chunk of logits: 4,400 rows of 151,936 on an H100."""
 BYTES_PER_LOGIT = 8
 """Bytes per logit on a GPU: its float32 value, and the logarithm of its softmax."""
 ROWS_ON_CPU = 128
 """Rows of logits in one loss call on a CPU. They stay in its cache, which saves a fifth of the time
-of head and loss in the quickstart. A GPU is faster with all rows at once."""
+of head and loss in the quickstart."""
 
 Fused: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, bool, float | None], tuple[Tensor, Tensor | None]
 ]
-"""Type of `_pointwise`, compiled."""
 
 
 class HeadLoss(nn.Module):
-    """`head_cross_entropy` as a module whose elementwise part can be compiled. Compiled, it reads
-    each chunk's logits twice, and writes their gradient once, all in the dtype of the
-    computation."""
+    """Product with the output head and mean cross-entropy, in chunks of rows, so that not all
+    logits exist at once. A module, because its elementwise part can be compiled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,30 +46,24 @@ class HeadLoss(nn.Module):
     def forward(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, cap: float | None = None
     ) -> Tensor:
-        """Mean cross-entropy, a float32 scalar, from hidden (..., D), weight (V, D) and labels
-        (...) int64. `cap`: see `capped`."""
+        """Return the mean cross-entropy, a float32 scalar, of hidden (..., D), weight (V, D) and
+        labels (...) int64. `cap`: see `capped`."""
         return head_cross_entropy(hidden, weight, labels, fused=self._fused, cap=cap)
 
     def log_probs(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, cap: float | None = None
     ) -> Tensor:
-        """Log-probability of each label, (N,) float32. Arguments: see `label_log_probs`."""
         return label_log_probs(hidden, weight, labels, cap=cap)
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Softly capped logits, cap · tanh(logits / cap), as in Gemma 2; unchanged if `cap` is None."""
+    """Return cap · tanh(logits / cap), as in Gemma 2; unchanged logits if `cap` is None."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in nats over the labels that are not -100; 0, with zero gradients, if
-    there are none.
-
-    Args:
-        logits: (..., V), any floating dtype; the softmax is float32.
-        labels: (...) int64.
-    """
+    """Return the mean cross-entropy in nats of logits (..., V) over the labels (...) int64 that are
+    not -100; 0, with zero gradients, if there are none. The softmax is float32."""
     rows = labels.numel() if on_gpu(logits) else ROWS_ON_CPU
     total = logits.new_zeros((), dtype=torch.float32)
     for part, label in zip(
@@ -83,7 +72,7 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         total = total + F.cross_entropy(
             part.float(), label, ignore_index=IGNORED_LABEL, reduction="sum"
         )
-    return total / _label_count(labels)
+    return total / label_count(labels)
 
 
 def head_cross_entropy(
@@ -94,10 +83,8 @@ def head_cross_entropy(
     fused: Fused | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """`mean_cross_entropy` of the output head's logits, a float32 scalar.
-
-    On a GPU, and on a CPU above `chunk` logits, rows are processed in chunks: their logits are
-    computed, used for loss and gradients, and freed.
+    """Return `mean_cross_entropy` of the output head's logits, a float32 scalar. On a GPU, and on a
+    CPU above `chunk` logits, rows are processed in chunks.
 
     Args:
         hidden: (..., D).
@@ -111,21 +98,19 @@ def head_cross_entropy(
     chunk = most_logits(hidden) if chunk is None else chunk
     if not on_gpu(hidden) and labels.numel() * weight.shape[0] <= chunk:
         return mean_cross_entropy(capped(F.linear(hidden, weight), cap), labels)
-    device = hidden.device.type
-    autocast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
-    chunks = -(-labels.numel() // max(1, chunk // weight.shape[0]))
-    rows = -(-labels.numel() // chunks)
-    total = _ChunkedLoss.apply(
-        hidden.flatten(0, -2).to(dtype),
-        weight.to(dtype),
-        labels.flatten(),
-        rows,
-        torch.is_grad_enabled(),
-        fused,
-        cap,
-    )
-    return total / _label_count(labels)
+    flat = _flattened(hidden, weight, labels, chunk)
+    total = _ChunkedLoss.apply(*flat, torch.is_grad_enabled(), fused, cap)
+    return total / label_count(labels)
+
+
+def sharded_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, start: int, group: dist.ProcessGroup
+) -> Tensor:
+    """Return `head_cross_entropy` where the rows of the head are divided among the ranks of
+    `group`. Called on all of them. The gradient of `hidden` is this rank's term of a sum over the
+    ranks. `weight`: this rank's rows of the head; `start`: index in the whole head of the first."""
+    flat = _flattened(hidden, weight, labels, None)
+    return _ShardedLoss.apply(*flat, start, torch.is_grad_enabled(), group) / label_count(labels)
 
 
 def label_log_probs(
@@ -137,41 +122,29 @@ def label_log_probs(
     chunk: int | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """Log-probability of each label, (N,) float32; 0 for labels that do not count. Logits are
-    computed in chunks of rows. Backward computes them again, because a row's weight in the loss is
-    not known before. A frozen head gets no gradient.
+    """Return the log-probability of each label, (N,) float32; 0 for labels that do not count.
+    Logits are computed in chunks of rows. Backward computes them again, because a row's weight in
+    the loss is not known before. Arguments: see `head_cross_entropy` and `sharded_cross_entropy`;
+    `group` None: this rank has the whole head."""
+    return _LabelLogProbs.apply(*_flattened(hidden, weight, labels, chunk), start, group, cap)
 
-    Args:
-        hidden: (..., D), N rows.
-        weight: weight of the head, (V, D).
-        labels: (...) int64.
-        start: index in the whole head of the first row of `weight`.
-        group: ranks among which the rows of the head are divided, so that the gradient of
-            `hidden` is this rank's term of a sum over them; None: this rank has all rows.
-        chunk: largest number of logits in a chunk; a chunk has at least one row. None: from the
-            device's memory.
-        cap: cap of the logits, see `capped`.
-    """
-    device = hidden.device.type
-    dtype = weight.dtype
+
+def _flattened(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return hidden (N, D) and weight (V, D) in the dtype of the computation, labels (N,), and the
+    number of rows in a chunk of at most `chunk` logits; None: of `most_logits`."""
+    device, dtype = hidden.device.type, weight.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    chunk = most_logits(hidden) if chunk is None else chunk
-    chunks = -(-labels.numel() // max(1, chunk // weight.shape[0]))
+    most = most_logits(hidden) if chunk is None else chunk
+    chunks = -(-labels.numel() // max(1, most // weight.shape[0]))
     rows = -(-labels.numel() // chunks)
-    return _LabelLogProbs.apply(
-        hidden.flatten(0, -2).to(dtype),
-        weight.to(dtype),
-        labels.flatten(),
-        rows,
-        start,
-        group,
-        cap,
-    )
+    return hidden.flatten(0, -2).to(dtype), weight.to(dtype), labels.flatten(), rows
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether half-precision products of this tensor can return float32, which needs CUDA."""
+    """Return whether half-precision products of this tensor can return float32."""
     return tensor.is_cuda
 
 
@@ -179,8 +152,7 @@ def most_logits(tensor: Tensor) -> int:
     """Return the largest allowed number of logits in a chunk, on the device of `tensor`."""
     if not on_gpu(tensor):
         return LOGITS_ON_CPU
-    memory = torch.cuda.get_device_properties(tensor.device).total_memory
-    return logits_in(memory)
+    return logits_in(torch.cuda.get_device_properties(tensor.device).total_memory)
 
 
 def logits_in(memory: float) -> int:
@@ -197,16 +169,17 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _label_count(labels: Tensor) -> Tensor:
-    # At least 1: without labels the mean loss is then 0, not NaN.
+def label_count(labels: Tensor) -> Tensor:
+    """Return the number of labels that count. At least 1, so that a mean over none is 0, not
+    NaN."""
     return (labels != IGNORED_LABEL).sum().clamp(min=1)
 
 
 def _pointwise(
     logits: Tensor, label: Tensor, counts: Tensor, with_gradient: bool, cap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (sum of the losses of a chunk, gradient of its logits or None). The gradient of rows
-    whose label does not count is not zeroed. The compiler can fuse all of this into one kernel."""
+    """Return the sum of the losses of a chunk, and the gradient of its logits, which is not zero in
+    rows whose label does not count. The compiler can fuse all of this into one kernel."""
     dtype = logits.dtype
     if cap is not None:
         logits = capped(logits.float(), cap)
@@ -222,7 +195,6 @@ def _pointwise(
 
 
 def _slope(logits: Tensor, cap: float) -> Tensor:
-    """Derivative of `capped`, computed from its result."""
     return 1 - (logits / cap) ** 2
 
 
@@ -233,8 +205,8 @@ def _in_place(
     dtype: torch.dtype | None,
     slope: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (sum of the losses of a chunk, gradient of its logits in `dtype`), and overwrite
-    `log_softmax`. `dtype`: None: no gradient. `slope`: derivative of `capped`; None: no cap."""
+    """Return the results of `_pointwise`, and overwrite `log_softmax` to save memory. `dtype`:
+    dtype of the gradient; None: no gradient. `slope`: derivative of `capped`; None: no cap."""
     loss = -(log_softmax.gather(1, label) * counts).sum()
     if dtype is None:
         return loss, None
@@ -244,11 +216,34 @@ def _in_place(
     return loss, gradient.to(dtype)
 
 
-class _ChunkedLoss(torch.autograd.Function):
+class _ScaledGradients(torch.autograd.Function):
+    """Base of losses whose forward also computes and saves the gradients of hidden and weight."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        scaled: list[Tensor | None] = []
+        for gradient in ctx.saved_tensors:
+            if gradient is None:
+                scaled.append(None)
+                continue
+            if gradient.dtype != torch.float32:
+                scaled.append(gradient.float().mul_(gradients[0]).to(ctx.dtype))
+                continue
+            # float32 gradients are scaled in place: nothing else uses them, and the head's is
+            # large. A two-part backward (zero bubble) calls this twice with the same factor.
+            # `.data` bypasses the version counter, by which autograd would report the change as an
+            # error.
+            if not hasattr(ctx, "scaled"):
+                gradient.data.mul_(gradients[0])
+            scaled.append(gradient.to(ctx.dtype))
+        ctx.scaled = True
+        return *scaled, *(None,) * 5
+
+
+class _ChunkedLoss(_ScaledGradients):
     """Sum of the cross-entropies of hidden (N, D), weight (V, D) and labels (N). Forward also
     computes the gradients, while the logits exist. So there are three matrix products, as many as
-    without chunks (FusedLinearCrossEntropy of Hsu et al. 2024, "Liger Kernel"), and two if the head
-    is frozen."""
+    without chunks (FusedLinearCrossEntropy of Hsu et al. 2024, "Liger Kernel")."""
 
     @staticmethod
     def forward(
@@ -299,30 +294,49 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.dtype = weight.dtype
         return total
 
+
+class _ShardedLoss(_ScaledGradients):
+    """`_ChunkedLoss` where each rank has some rows of the head. There are two small all-reduces per
+    chunk: of the largest logits, and of the sums for softmax and loss."""
+
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_once(ctx, gradients[0]), *(None,) * 5
-
-
-def scaled_once(ctx: Any, factor: Tensor) -> list[Tensor | None]:
-    """Return the gradients that forward saved, times `factor`, in `ctx.dtype`; None for inputs
-    without a gradient."""
-    scaled: list[Tensor | None] = []
-    for gradient in ctx.saved_tensors:
-        if gradient is None:
-            scaled.append(None)
-            continue
-        if gradient.dtype != torch.float32:
-            scaled.append(gradient.float().mul_(factor).to(ctx.dtype))
-            continue
-        # float32 gradients are scaled in place: nothing else uses them, and the head's is large. A
-        # two-part backward (zero bubble) calls this twice with the same factor. `.data` bypasses
-        # the version counter, by which autograd would report the change as an error.
-        if not hasattr(ctx, "scaled"):
-            gradient.data.mul_(factor)
-        scaled.append(gradient.to(ctx.dtype))
-    ctx.scaled = True
-    return scaled
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        rows: int,
+        start: int,
+        with_gradients: bool,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        to_hidden = torch.empty_like(hidden) if with_gradients else None
+        trained = with_gradients and ctx.needs_input_grad[1]
+        to_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
+        chunks = _chunks_of_logits(hidden, weight, labels, rows, start, None)
+        for part, logits, index, mine in chunks:
+            counts = labels[part] != IGNORED_LABEL
+            largest = logits.amax(1)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            logits.sub_(largest[:, None])  # so that exp does not overflow
+            target = logits.gather(1, index)[:, 0] * mine
+            likely = logits.exp_()
+            sums = torch.stack([likely.sum(1), target])
+            dist.all_reduce(sums, group=group)
+            total += ((sums[0].log() - sums[1]) * counts).sum()
+            if to_hidden is not None:
+                likely.div_(sums[0][:, None]).scatter_add_(1, index, -mine.float()[:, None])
+                # Rows whose label does not count have no gradient.
+                gradient = likely.mul_(counts[:, None]).to(hidden.dtype)
+                torch.mm(gradient, weight, out=to_hidden[part])
+                if to_weight is not None:
+                    add_product(to_weight, gradient.T, hidden[part])
+                del gradient
+            del logits, likely  # frees memory before the next chunk's logits
+        ctx.save_for_backward(to_hidden, to_weight)
+        ctx.dtype = weight.dtype
+        return total
 
 
 class _LabelLogProbs(torch.autograd.Function):
@@ -382,7 +396,7 @@ def _chunks_of_logits(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, start: int, cap: float | None
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Yield (rows of `hidden`, their float32 logits, column of each label in them (R, 1), whether
-    the column exists on this rank) in chunks of rows."""
+    the label counts and this rank has its column) in chunks of rows."""
     wide: dict[str, Any] = {"out_dtype": torch.float32} if on_gpu(hidden) else {}
     # Autocast stays off in the loop body of the caller, too, until this generator ends.
     with torch.autocast(hidden.device.type, enabled=False):
@@ -391,5 +405,5 @@ def _chunks_of_logits(
             label = labels[part] - start
             mine = (labels[part] != IGNORED_LABEL) & (label >= 0) & (label < len(weight))
             index = label.clamp(0, len(weight) - 1)[:, None]
-            logits = torch.mm(hidden[part], weight.T, **wide).float()
-            yield part, capped(logits, cap), index, mine
+            # No variable here refers to the logits, so that the caller can free them.
+            yield part, capped(torch.mm(hidden[part], weight.T, **wide).float(), cap), index, mine

@@ -1,10 +1,10 @@
 """Files that accompany the weights in a run's checkpoints.
 
 [Note: beside the weights] Chat template, stop tokens and sampling settings are files beside a
-model's weights. A run from `model.init_from` changes none of them, so its checkpoints have these
-files byte for byte (`checkpointing.storage.source.beside_weights` finds them). Some may differ:
-config.json has the dtype of the run's weights, the tokenizer is the data's if the data has other
-tokens, and generation_config.json gets a stop token if the model has none.
+model's weights. Checkpoints of a run from `model.init_from` have them byte for byte
+(`checkpointing.storage.source.beside_weights` finds them). Three may differ: config.json has the
+dtype of the run's weights, the tokenizer is the data's if the data has other tokens, and
+generation_config.json gets a stop token if the model has none.
 """
 
 import json
@@ -34,17 +34,15 @@ def files_beside(
     architecture: Architecture | None = None,
     family: Family | None = None,
 ) -> tuple[dict[str, bytes], list[str]]:
-    """Return (file name → contents, notes for the user) for the checkpoints of a run.
+    """Return (file name → contents, notes for the user) for the checkpoints of a run. Raises
+    ConfigError or DataError if a file cannot be used.
 
     Args:
         init_from: checkpoint from which the run begins, if any.
         data: prepared data set, with the tokenizer.
         index: index.json of the data set.
-        architecture: architecture of the model; needed without `init_from`.
+        architecture: needed without `init_from`.
         family: family of the model; None: a bundled family.
-
-    Raises:
-        ConfigError, DataError: a file cannot be used.
     """
     eos = index["eos_id"]
     prepared = tokenizer_files(data / TOKENIZER, eos)
@@ -57,8 +55,7 @@ def files_beside(
             GENERATION_CONFIG: _json(generation_config_json(eos_id=eos)),
         }
     else:
-        files = _carried(init_from, notes)
-        files = _with_tokenizer(files, prepared, init_from, data, notes)
+        files = _with_tokenizer(_carried(init_from, notes), prepared, init_from, data, notes)
         stops = stop_ids(files, init_from)
         if not stops:
             known = _object(files, GENERATION_CONFIG, init_from)
@@ -85,8 +82,7 @@ def files_beside(
 def files_without_tokenizer(
     init_from: Place | None, architecture: Architecture | None = None, family: Family | None = None
 ) -> tuple[dict[str, bytes], list[str]]:
-    """Return (file name → contents, notes for the user) for the checkpoints of a run whose data has
-    no tokenizer. Arguments: see `files_beside`. Raises ConfigError if a file cannot be used."""
+    """Return `files_beside` for data that has no tokenizer. Raises ConfigError."""
     if init_from is None:
         assert architecture is not None
         return {CONFIG: _json(config_json(architecture, family))}, []
@@ -106,14 +102,13 @@ def stop_ids(files: Mapping[str, bytes], where: Place) -> list[int]:
 
 
 def of_bf16(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return `files`, with dtype bfloat16 in their config.json."""
     config = json.loads(files[CONFIG])
     return {**files, CONFIG: _json({**config, "dtype": "bfloat16"})}
 
 
 def _carried(directory: Place, notes: list[str]) -> dict[str, bytes]:
-    """Return the files beside the weights in `directory`, with dtype float32 in config.json. What
-    is not copied is added to `notes`."""
+    """Return the files beside the weights in `directory`, with dtype float32 in config.json. Adds a
+    note on files that are not copied."""
     files, left = beside_weights(directory)
     if left:
         notes.append(f"{directory}: not copied into checkpoints: {left}")
@@ -133,8 +128,7 @@ def _with_tokenizer(
     data: Place,
     notes: list[str],
 ) -> dict[str, bytes]:
-    """Return `files` with their own tokenizer, or with the prepared tokenizer if they have none or
-    the data has other tokens."""
+    """Return `files` with the prepared tokenizer if they have none or the data has other tokens."""
     if TOKENIZER not in files:
         return {**prepared, **files}
     if files[TOKENIZER] == prepared[TOKENIZER]:

@@ -31,16 +31,10 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 def rope_table(architecture: Architecture, positions: Tensor, theta: float | None = None) -> Rope:
     """Compute the cosines and sines of the rotary angles (Su et al. 2021) at positions (T,).
-
-    Args:
-        theta: base of the wavelengths, which are then not scaled; None: base and scaling of the
-            architecture.
-
-    Raises:
-        ValueError: with rope_type dynamic, the sequence is longer than max_position_embeddings.
-    """
-    # Computed in every forward by a few small kernels. A buffer would have to be refilled after
-    # `to_empty`, kept out of `.to(bfloat16)`, and sized for the longest context.
+    `theta`: base of the wavelengths, without scaling; None: base and scaling of the architecture.
+    Raises ValueError for a sequence that is too long for rope_type dynamic."""
+    # No buffer holds the table. It would have to be refilled after `to_empty`, kept out of
+    # `.to(bfloat16)`, and sized for the longest context.
     size, scaling = architecture.rotary_size, None if theta else architecture.rope_scaling
     exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
     powers = (theta or architecture.rope_theta) ** exponents
@@ -51,7 +45,10 @@ def rope_table(architecture: Architecture, positions: Tensor, theta: float | Non
     elif scaling.rope_type == "yarn":
         frequencies = _yarn(powers, architecture.rope_theta, scaling)
     elif scaling.rope_type == "longrope":
-        frequencies = 1.0 / (_factors(scaling, positions) * powers)
+        long = len(positions) > scaling.original_max_position_embeddings
+        factors = scaling.long_factor if long else scaling.short_factor
+        of_pairs = torch.tensor(factors, dtype=torch.float32, device=positions.device)
+        frequencies = 1.0 / (of_pairs * powers)  # Ding et al. 2024, "LongRoPE"
     elif scaling.rope_type == "linear":
         frequencies = 1.0 / powers / scaling.factor
     else:  # dynamic: no scaling up to the trained context
@@ -72,7 +69,7 @@ def rope_table(architecture: Architecture, positions: Tensor, theta: float | Non
 
 def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Scale frequencies as Llama 3.1 does: low ones are divided by `factor`, high ones are kept,
-    and between these there is a blend."""
+    those in between are blended."""
     turns = frequencies * scaling.original_max_position_embeddings / (2 * torch.pi)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = blend.clamp(0, 1)
@@ -82,12 +79,8 @@ def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def _yarn(powers: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """Return the frequencies of YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension
     of Large Language Models"). As in `stretch`, low frequencies are divided by `factor`, but YaRN's
-    blend is linear in the index of a pair.
-
-    Args:
-        powers: the inverse of each unscaled frequency, (R / 2); R: rotated elements of a head.
-        theta: base of the wavelengths.
-    """
+    blend is linear in the index of a pair. `powers`: inverse of each unscaled frequency, (R / 2);
+    `theta`: base of the wavelengths."""
     size, original = 2 * len(powers), scaling.original_max_position_embeddings
 
     def pair_that_turns(turns: float) -> float:
@@ -101,14 +94,6 @@ def _yarn(powers: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     pairs = torch.arange(len(powers), dtype=torch.float32, device=powers.device)
     kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
     return 1.0 / (scaling.factor * powers) * (1 - kept) + 1.0 / powers * kept
-
-
-def _factors(scaling: RopeScaling, positions: Tensor) -> Tensor:
-    """Return LongRoPE's factor of each wavelength (Ding et al. 2024): (R / 2), where R is the
-    number of rotated elements of a head."""
-    long = len(positions) > scaling.original_max_position_embeddings
-    factors = scaling.long_factor if long else scaling.short_factor
-    return torch.tensor(factors, dtype=torch.float32, device=positions.device)
 
 
 def attention_factor(scaling: RopeScaling) -> float:

@@ -12,16 +12,10 @@ from checkpointing.format.tensors import local_tensor, specs_of
 
 
 def apart(tensors: Mapping[str, Tensor], stacks: Sequence[str]) -> dict[str, Tensor]:
-    """Return tensors under the names that they have in published files. A stack holds one weight of
-    all experts, with a row for each. It is replaced by a view of each row that this rank has.
-
-    Args:
-        tensors: parameters by FQN, or the optimizer's state (`<fqn>.exp_avg`, …).
-        stacks: `Decoder.stacks_apart`.
-
-    Raises:
-        ValueError: this rank has only a part of an expert's row.
-    """
+    """Return parameters by FQN, or their optimizer state (`<fqn>.exp_avg`, …), under the names that
+    they have in published files. A stack has one row per expert. It is replaced by a view of each
+    row that this rank has. `stacks`: `Decoder.stacks_apart`. Raises ValueError if this rank has
+    only a part of a row."""
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         name_of = _name_of_rows(name, stacks) if tensor.dim() else None
@@ -33,8 +27,7 @@ def apart(tensors: Mapping[str, Tensor], stacks: Sequence[str]) -> dict[str, Ten
 
 
 def _name_of_rows(name: str, stacks: Sequence[str]) -> Callable[[int], str] | None:
-    """Return the function from a row's index to its name, if `name` is a stack or a stack's
-    optimizer state; None for other tensors."""
+    """Return the function from a stack's row to its name in files; None if `name` is no stack."""
     head, _, last = name.rpartition(".")
     module, _, parameter = head.rpartition(".")
     for of, key, state in ((head, last, ""), (module, parameter, f".{last}")):
@@ -44,7 +37,6 @@ def _name_of_rows(name: str, stacks: Sequence[str]) -> Callable[[int], str] | No
 
 
 def _rows(name: str, tensor: Tensor) -> dict[int, Tensor]:
-    """Return views of the rows of a stack that this rank has, by index."""
     local = local_tensor(tensor)
     if not isinstance(tensor, DTensor):
         return dict(enumerate(local))

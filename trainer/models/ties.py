@@ -6,7 +6,7 @@ from torch import nn
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
-    """Return the first name of each tied parameter, by each of its further names."""
+    """Return for each further name of a tied parameter its first name."""
     first: dict[nn.Parameter, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     first_names = {name: first.setdefault(parameter, name) for name, parameter in named}

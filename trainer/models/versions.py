@@ -1,5 +1,5 @@
-"""Differences between the releases of torch that pyproject.toml admits. For each there is a
-function or constant, so that its callers need not know the release."""
+"""Differences between the releases of torch that pyproject.toml admits, each in a function or
+constant whose callers need not know the release."""
 
 import inspect
 from typing import Any
@@ -21,21 +21,19 @@ ddp_options: dict[str, Any] = {_forward if _forward in _known else "broadcast_bu
 
 
 def sum_uses_in_reduced_dtype(unit: nn.Module, _inputs: object = None) -> None:
-    """Make FSDP add the gradients of all uses of a parameter in one dtype in every pass. By itself
-    torch 2.15 adds in the dtype of the reduction in passes that reduce nothing, and in the dtype of
-    the computation in other passes, so that rounding depends on the number of passes. With this
-    hook it always uses the dtype of the reduction. Older releases always use the dtype of the
-    computation, and are not changed. A hook before forward, which must run after FSDP's own hook,
-    because that sets the dtypes."""
+    """Make FSDP of torch 2.15 add the gradients of all uses of a parameter in the dtype of the
+    reduction. Without this hook passes that reduce add in the dtype of the computation, so that
+    rounding depends on the number of passes. Older releases always add in the dtype of the
+    computation. A hook before forward, which must run after FSDP's own, because that sets the
+    dtypes."""
     for group in unit._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
         if hasattr(group, "_fsdp_params_with_wider_grad_dtype"):
             group._fsdp_params_with_wider_grad_dtype = []
 
 
 def drop_unreduced_gradient(parameter: Any) -> None:
-    """Drop the gradient that FSDP keeps from passes that reduced nothing. `parameter`: FSDP's
-    wrapper of a parameter, which keeps it up to torch 2.14; later only the unsharded parameter
-    does."""
+    """Drop the gradient that FSDP keeps from passes that reduced nothing. Up to torch 2.14
+    `parameter`, FSDP's wrapper, keeps it; later only the unsharded parameter does."""
     if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
         parameter.unsharded_accumulated_grad = None
     if hasattr(parameter, "_unsharded_param"):
@@ -43,8 +41,8 @@ def drop_unreduced_gradient(parameter: Any) -> None:
 
 
 def varlen_asks_for_groups() -> bool:
-    """Whether `varlen_attn` needs `enable_gqa` for query heads that share key heads. torch 2.11
-    lacks the argument, and always shares."""
+    """Return whether `varlen_attn` needs `enable_gqa` for query heads that share key heads. torch
+    2.11 lacks the argument, and always shares."""
     from torch.nn.attention import varlen  # imported here, because it imports the compiler
 
     function: Any = varlen.varlen_attn

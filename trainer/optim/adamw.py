@@ -12,22 +12,11 @@ from checkpointing.format.tensors import local_tensor
 from trainer.optim.method import Method, State
 
 
-def update_adamw(
-    parameters: Sequence[nn.Parameter],
-    group: Mapping[str, Any],
-    state: State,
-    exact: bool,
+def _update(
+    parameters: Sequence[nn.Parameter], group: Mapping[str, Any], state: State, exact: bool
 ) -> Callable[[float], None]:
-    """Implements `Method.update`."""
     if exact:
         return partial(_exact, parameters, group, state)
-    return _fused(parameters, group, state)
-
-
-def _fused(
-    parameters: Sequence[nn.Parameter], group: Mapping[str, Any], state: State
-) -> Callable[[float], None]:
-    """Return a function that runs torch's fused update on the local shards."""
     states = [state[parameter] for parameter in parameters]
     steps = [entry["step"] for entry in states]
     # Local tensors, because DTensor would check in each new process that the update needs no
@@ -44,13 +33,9 @@ def _fused(
     def update(factor: float) -> None:
         divisor = None
         if factor != 1.0:
-            divisor = torch.full(
-                (),
-                # The kernel divides gradients by this number. It must be finite in float32.
-                min(1 / factor, torch.finfo(torch.float32).max),
-                dtype=torch.float32,
-                device=parameters[0].device,
-            )
+            # The kernel divides gradients by this number. It must be finite in float32.
+            finite = min(1 / factor, torch.finfo(torch.float32).max)
+            divisor = torch.full((), finite, dtype=torch.float32, device=parameters[0].device)
         beta1, beta2 = group["betas"]
         adamw(
             weights,
@@ -74,7 +59,6 @@ def _fused(
 
 
 def _numbers(group: Mapping[str, Any], steps: torch.Tensor, factor: float) -> torch.Tensor:
-    """Implements `Method.numbers`: the factors that are equal for all elements of a parameter."""
     beta1, beta2 = group["betas"]
     # float64, because powers of beta for long runs would be inaccurate in float32.
     counts = steps.double()
@@ -92,7 +76,6 @@ def _rows(
     moments: Sequence[torch.Tensor],
     numbers: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Implements `Method.rows`."""
     factor, beta1, rest1, beta2, rest2, eps, decay, rate, root = numbers.unbind()
     gradients = gradients * factor
     mean = moments[0] * beta1 + gradients * rest1
@@ -104,9 +87,8 @@ def _rows(
 def _exact(
     parameters: Sequence[nn.Parameter], group: Mapping[str, Any], state: State, factor: float
 ) -> None:
-    """Update by separate multiplications, additions, divisions and square roots in float32. IEEE
-    754 defines their results to the last bit, so the update depends neither on how a tensor is
-    sharded nor on the kernel."""
+    """Update by separate multiplications, additions, divisions and square roots in float32, see
+    [Note: exact mode]."""
     lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
     states = [state[parameter] for parameter in parameters]
     for entry in states:
@@ -130,7 +112,7 @@ ADAMW = Method(
     "adamw",
     ("exp_avg", "exp_avg_sq"),
     counts=True,
-    update=update_adamw,
+    update=_update,
     squares=("exp_avg_sq",),
     rows=_rows,
     numbers=_numbers,

@@ -5,9 +5,9 @@ size and under every sharding, even if they change during the run. The sizes of 
 context and expert parallelism must stay constant, because they change how a sample is rounded, or
 which micro-batches an expert sums up at once.
 
-- *Work.* The global batch is cut into numbered micro-batches of fixed shape; the world size only
-  decides which rank computes which micro-batch (`elastic.group.batch_plan`). Kernels are
-  deterministic. A CPU rank has one thread, because the number of threads changes how sums are cut.
+- *Work.* The global batch is cut into micro-batches of fixed shape; the world size only decides
+  which rank computes which (`elastic.group.batch_plan`). Kernels are deterministic. A CPU rank has
+  one thread, because the number of threads changes how sums are cut.
 - *Gradients.* The gradients of each micro-batch are rounded to multiples of `GRID`. A float64
   represents the first 2**53 multiples exactly, so sums in float64, on a rank and between ranks, do
   not round, and their order does not matter. FSDP computes these sums; for `strategy.name: ddp` its
@@ -32,13 +32,12 @@ from checkpointing.format.tensors import local_tensor
 from elastic.node.exchange import received
 
 GRID = 2.0**-44
-"""Gradients are rounded to multiples of this number, 6e-14. Adam's updates hardly change by such
-differences, because its eps is 1e-8."""
+"""Gradients are rounded to multiples of 6e-14, which hardly changes Adam's updates, because its eps
+is 1e-8."""
 LARGEST_GRADIENT = 2.0**52 * GRID
-"""Largest element of a summed gradient, 256. Beyond it the gradient becomes NaN, and the step is
-skipped."""
+"""Largest element of a summed gradient, 256. Beyond it the gradient becomes NaN."""
 LOSS_GRID = 2.0**-32
-"""Losses are rounded to multiples of this; their sums are exact up to 2 million."""
+"""Losses are rounded to multiples of this number. Their sums are exact up to 2 million."""
 PIECES = 3
 """Number of pieces into which a square is cut. With 10**11 parameters the last piece ends 47 bits
 below the largest square."""
@@ -50,15 +49,14 @@ def use_exact_kernels(device: torch.device) -> None:
     """Make this process use deterministic kernels, and on a CPU one thread."""
     if device.type == "cpu":
         torch.set_num_threads(1)
-    # cuBLAS reads this variable when it starts; without it torch refuses matrix products in this
-    # mode.
+    # Without it torch refuses cuBLAS's matrix products in this mode.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def snap_loss(loss: torch.Tensor) -> torch.Tensor:
-    """Round a loss to a multiple of LOSS_GRID, in float64, so that sums of losses are exact."""
+    """Round a loss to a multiple of LOSS_GRID, in float64."""
     return (loss.double() / LOSS_GRID).round() * LOSS_GRID
 
 
@@ -66,17 +64,15 @@ def snap_gradients(
     units: Iterable[nn.Module], terms: int, sharded: Callable[[nn.Parameter], bool]
 ) -> None:
     """Register hooks that round the gradients of FSDP units to multiples of GRID in each backward
-    pass.
+    pass. Gradients keep their dtype (bfloat16 or float32), which can represent the rounded numbers.
+    If an element exceeds LARGEST_GRADIENT / terms, its sum might not be exact, and the whole
+    gradient becomes NaN.
 
     Args:
-        units: modules that FSDP gathers as one; in their forward, parameters are whole.
+        units: modules that FSDP gathers as one.
         terms: largest number of gradients that are summed: of micro-batches, or of parts of their
             sequences.
         sharded: returns whether a parameter is sharded at the moment, not gathered by FSDP.
-
-    Gradients keep their dtype (bfloat16 or float32), which can represent the rounded numbers. If an
-    element exceeds LARGEST_GRADIENT / terms, its sum might not be exact, and the whole gradient
-    becomes NaN.
     """
     limit = LARGEST_GRADIENT / terms
     snapped: set[nn.Parameter] = set()
@@ -96,9 +92,7 @@ def snap_gradients(
     def watch(unit: nn.Module, _inputs: object) -> None:
         # FSDP's own hook ran before this one, so exactly the parameters of this unit are gathered.
         for parameter in unit.parameters():
-            if sharded(parameter) or parameter in snapped:
-                continue
-            if parameter.requires_grad:
+            if parameter.requires_grad and not sharded(parameter) and parameter not in snapped:
                 parameter.register_hook(snap)
                 snapped.add(parameter)
 
@@ -107,14 +101,11 @@ def snap_gradients(
 
 
 def square_sums(parameters: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
-    """Return this rank's part of the squared gradient norm, as PIECES float64 numbers that sum to
-    this part. Called on all ranks; runs two small all-reduces.
-
-    Sums of these numbers over all ranks are exact, so the norm is equal for every mesh. They are
-    NaN on all ranks if a gradient is not finite. The method is the pre-rounding of Demmel & Nguyen
-    2013, "Fast Reproducible Floating-Point Summation": a square is cut into pieces, which are
-    multiples of powers of two so large that the sum of all pieces is exact.
-    """
+    """Return this rank's term of the squared gradient norm, as PIECES float64 numbers that sum to
+    it; NaN on all ranks if a gradient is not finite. Called on all ranks; runs two small
+    all-reduces. The sum of each number over all ranks is exact, so the norm is equal for every
+    mesh: a square is cut into pieces, which are multiples of large powers of two (pre-rounding,
+    Demmel & Nguyen 2013, "Fast Reproducible Floating-Point Summation")."""
     gradients = [gradient for p in parameters if (gradient := _own_gradient(p)) is not None]
     largest = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
@@ -130,8 +121,8 @@ def square_sums(parameters: Sequence[nn.Parameter], device: torch.device) -> tor
     if not math.isfinite(bound):
         return sums.fill_(math.nan)
     digits = 52 - math.ceil(math.log2(count + 1))
-    # The sum of `count` multiples of 2**e, none above 2**(e + digits), is exact. The first piece of
-    # a square is below 2**top, and a piece leaves a rest of at most half its unit.
+    # The sum of `count` multiples of 2**e, none above 2**(e + digits), is exact. A square is below
+    # 2**top, and a piece leaves a rest of at most half its unit.
     top = 2 * math.frexp(bound)[1]
     units = [2.0 ** (top - number - (number + 1) * digits) for number in range(PIECES)]
     for gradient in gradients:
@@ -146,8 +137,8 @@ def square_sums(parameters: Sequence[nn.Parameter], device: torch.device) -> tor
 
 
 def _own_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return the shard of a gradient that this rank adds to the norm; None if an equal shard on a
-    lower rank is added instead."""
+    """Return the shard of a gradient that this rank adds to the norm; None if a lower rank adds an
+    equal one."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         return gradient if gradient is None or dist.get_rank() == 0 else None

@@ -34,10 +34,8 @@ Format = Literal["fp32", "bf16", "int8"]
 BLOCK = 128
 """Elements of a row that share a scale."""
 SCALE = "_scale"
-"""Suffix of the state key for the scales of a moment."""
 PORTION = {"cpu": 1 << 16, "cuda": 1 << 23}
-"""Elements updated at a time, by device: they fit in the cache of a CPU thread (the number is per
-thread), or keep a GPU busy."""
+"""Elements updated at a time, per CPU thread (they fit in its cache), or to keep a GPU busy."""
 ROUNDING_BYTES = 48
 """Largest number of bytes of temporaries per element during an update: weight, gradient and two
 moments in float32, a hash, and the rounded result."""
@@ -54,8 +52,8 @@ _GAMMA, MIX1, MIX2 = (
 
 def format_of(parameter: Tensor, wanted: Format) -> Format:
     """Return the format of a parameter's moments if the recipe asks for `wanted`. int8 becomes bf16
-    if rows do not divide into blocks. For parameters other than float32 and bf16 the result is
-    "fp32", and the moments have the parameter's dtype."""
+    if rows do not divide into blocks. "fp32" also stands for moments in the dtype of a parameter
+    that is neither float32 nor bf16."""
     if wanted == "fp32" or parameter.dtype not in (torch.float32, torch.bfloat16):
         return "fp32"
     whole_blocks = parameter.dim() > 1 and parameter.shape[-1] % BLOCK == 0
@@ -63,7 +61,7 @@ def format_of(parameter: Tensor, wanted: Format) -> Format:
 
 
 class MomentPart(NamedTuple):
-    """A tensor that stores a moment, or a part of it: its codes or its scales."""
+    """A tensor that stores a moment, or the codes or the scales of a moment."""
 
     name: str
     dtype: torch.dtype
@@ -72,8 +70,8 @@ class MomentPart(NamedTuple):
 
 
 def parts_of(name: str, how: Format, *, square: bool) -> list[MomentPart]:
-    """Return descriptions of the tensors that store the moment `name` in the format `how`.
-    `square`: whether it is a second moment, which is never negative."""
+    """Describe the tensors that store the moment `name` in the format `how`. `square`: whether it
+    is a second moment, which is never negative."""
     if how == "int8":
         codes = MomentPart(name, torch.uint8 if square else torch.int8, 1)
         return [codes, MomentPart(name + SCALE, torch.float32, BLOCK)]
@@ -81,8 +79,7 @@ def parts_of(name: str, how: Format, *, square: bool) -> list[MomentPart]:
 
 
 def zeros_of(parameter: Tensor, part: MomentPart) -> Tensor:
-    """Return the tensor `part` for a moment of zeros, on the parameter's device and sharded like
-    the parameter."""
+    """Return the tensor `part` for a moment of zeros, with the parameter's device and sharding."""
     local = local_tensor(parameter)
     *rows, columns = local.shape or [1]
     shape = [*rows, columns // part.block] if local.dim() else []
@@ -90,8 +87,8 @@ def zeros_of(parameter: Tensor, part: MomentPart) -> Tensor:
 
 
 def placed(local: Tensor, parameter: Tensor, block: int = 1) -> Tensor:
-    """Wrap a local tensor as a DTensor that is sharded like the parameter, with a last dimension
-    `block` times shorter. If the parameter is no DTensor, return the tensor as it is."""
+    """Wrap a local tensor as a DTensor that is sharded like the parameter, unless that is no
+    DTensor. Its last dimension is `block` times shorter."""
     if not isinstance(parameter, DTensor):
         return local
     spec = parameter._spec
@@ -108,17 +105,14 @@ def placed(local: Tensor, parameter: Tensor, block: int = 1) -> Tensor:
 
 @dataclass(frozen=True)
 class ElementIndices:
-    """Flat indices in the whole tensor of the elements of a local tensor, viewed as (R, C). The sum
-    of both fields is the index times an odd constant, which begins the hash."""
+    """Indices of a shard's elements, viewed as (R, C), in the whole flat tensor. The sum of a row's
+    and a column's term is the index times an odd constant, with which the hash begins."""
 
-    rows: Tensor
-    """The term of an element that depends on its row, int64 (R, 1)."""
-    columns: Tensor
-    """The term of an element that depends on its column, int64 (C,)."""
+    rows: Tensor  # int64 (R, 1)
+    columns: Tensor  # int64 (C,)
 
 
 def places_of(parameter: Tensor) -> ElementIndices:
-    """Return the indices in the whole parameter of this rank's elements."""
     local = local_tensor(parameter)
     indices = [torch.arange(length) for length in local.shape]
     if isinstance(parameter, DTensor):
@@ -160,12 +154,8 @@ class ParameterRows:
 def portions_of(
     parameters: Sequence[nn.Parameter], most: int, *, whole: bool
 ) -> Iterator[list[ParameterRows]]:
-    """Divide parameters into portions for the update, and yield these in order.
-
-    Args:
-        most: largest number of elements of a portion; a single row may have more.
-        whole: never divide a parameter, and form the same portions on all ranks.
-    """
+    """Divide parameters into portions of at most `most` elements, or of a single row that has more.
+    `whole`: never divide a parameter, and form the same portions on all ranks."""
     portion: list[ParameterRows] = []
     room = most
     for parameter in parameters:
@@ -193,13 +183,8 @@ def noise(
     places: Mapping[nn.Parameter, ElementIndices],
     keys: Mapping[nn.Parameter, int],
 ) -> Tensor:
-    """Return three random int16 per element, uniformly distributed: (3, elements).
-
-    Args:
-        pieces: rows of parameters on one device.
-        places: parameter → its `places_of`.
-        keys: parameter → hash of the seed and its FQN.
-    """
+    """Return three random int16 per element of `pieces`, which are on one device: (3, elements).
+    `places`: parameter → its `places_of`; `keys`: parameter → hash of the seed and its FQN."""
     sizes = [piece.elements for piece in pieces]
     device = places[pieces[0].parameter].rows.device
     hashed = torch.empty(sum(sizes), dtype=torch.int64, device=device)
@@ -214,8 +199,7 @@ def noise(
 
 
 def rounded_to_bf16(values: Tensor, drawn: Tensor) -> Tensor:
-    """Round float32 (N,) to bf16, up or down by the random numbers `drawn` (N,) of `noise`. NaN
-    stays NaN."""
+    """Round float32 (N,) to bf16, by the random numbers `drawn` (N,) of `noise`. NaN stays NaN."""
     bits = (values.view(torch.int32) + drawn).add_(1 << 15).bitwise_and_(-1 << 16)
     rounded = bits.view(torch.float32)
     # A carry from a NaN's mantissa could turn it into zero.
@@ -223,8 +207,7 @@ def rounded_to_bf16(values: Tensor, drawn: Tensor) -> Tensor:
 
 
 def stored(values: Tensor, how: Format, drawn: Tensor, *, square: bool) -> list[Tensor]:
-    """Encode a moment, float32 (N,), as the tensors of `parts_of`, flat, rounded by the random
-    numbers `drawn` (N,) of `noise`."""
+    """Encode a moment, float32 (N,), as the flat tensors of `parts_of`, rounded by `drawn` (N,)."""
     if how == "fp32":
         return [values]
     if how == "bf16":
@@ -252,8 +235,7 @@ def _rounds_up(chance: Tensor, drawn: Tensor) -> Tensor:
 
 
 def in_float32(parts: Sequence[Tensor], how: Format, *, square: bool) -> Tensor:
-    """Decode a moment that `stored` has encoded; returns float32 (N,). `square`: whether it is a
-    second moment, whose codes have another meaning."""
+    """Decode a moment that `stored` has encoded; returns float32 (N,)."""
     if how != "int8":
         return parts[0].float()
     codes, scales = parts[0].float(), parts[1]
@@ -271,7 +253,7 @@ class DecodedRows:
 
     pieces: Sequence[ParameterRows]
     stored: Sequence[Sequence[Tensor]]
-    """The stored tensors: by part of the format, then by piece."""
+    """The stored tensors, by `MomentPart`, then by piece."""
     how: Format
     square: bool
     everything: Tensor | None
@@ -280,11 +262,13 @@ class DecodedRows:
     """Flat views in float32, by piece. For the format float32, views of the stored tensors."""
 
     def close(self, drawn: Tensor) -> None:
-        """Encode the numbers, rounded by the random numbers `drawn` (elements,) of `noise`, and
-        store them. Does nothing for the format float32."""
-        if self.everything is not None:
-            flat = stored(self.everything, self.how, drawn, square=self.square)
-            put(self.pieces, self.stored, flat)
+        """Encode the numbers, rounded by `drawn` (elements,) of `noise`, and store them."""
+        if self.everything is None:
+            return
+        encoded = stored(self.everything, self.how, drawn, square=self.square)
+        for tensors, flat in zip(self.stored, encoded, strict=True):
+            views = [piece.of(one) for piece, one in zip(self.pieces, tensors, strict=True)]
+            torch._foreach_copy_(views, [*flat.split([view.numel() for view in views])])
 
 
 def opened(
@@ -295,25 +279,10 @@ def opened(
     square: bool = False,
 ) -> DecodedRows:
     """Decode rows to float32. They can be changed in place; `DecodedRows.close` then stores them.
-
-    Args:
-        tensors: stored tensors, by part of the format, then by piece.
-        how: format of the stored tensors.
-        square: whether they store a second moment.
-    """
+    `tensors`: stored tensors, by `MomentPart`, then by piece."""
     views = [[piece.of(one) for piece, one in zip(pieces, part, strict=True)] for part in tensors]
     if how == "fp32":
         return DecodedRows(pieces, tensors, how, square, None, views[0])
     everything = in_float32([torch.cat(part) for part in views], how, square=square)
     values = everything.split([piece.elements for piece in pieces])
     return DecodedRows(pieces, tensors, how, square, everything, values)
-
-
-def put(
-    pieces: Sequence[ParameterRows], tensors: Sequence[Sequence[Tensor]], parts: Sequence[Tensor]
-) -> None:
-    """Copy flat `parts`, a result of `stored`, into the rows `pieces` of the stored tensors.
-    `tensors`: by part of the format, then by piece."""
-    for live, flat in zip(tensors, parts, strict=True):
-        views = [piece.of(one) for piece, one in zip(pieces, live, strict=True)]
-        torch._foreach_copy_(views, [*flat.split([view.numel() for view in views])])

@@ -1,9 +1,8 @@
 """Compiled updates of weights and state in fewer bits than float32, for GPUs.
 
-They compute the same as `MethodOptimizer` does eagerly, see [Note: rounding] in formats.py. Eager
-operations read and write each number about twenty times. On an H200 an update of 10**9 parameters
-takes 12 ms instead of 84 with bf16 moments, and 30 ms instead of 179 with int8 moments; with
-float32 moments, which need no compiled update, it takes 8 ms (`speed.update` of benchmarks.gpu).
+They compute the same as `MethodOptimizer` does eagerly, see [Note: rounding] in formats.py. On an
+H200 an update of 10**9 parameters takes 12 ms instead of 84 with bf16 moments, and 30 ms instead of
+179 with int8 moments (`speed.update` of benchmarks.gpu).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +19,8 @@ FUSED = 1 << 25
 """Elements updated at a time. A kernel may need ten bytes of temporaries for each."""
 
 Rows = Callable[[Tensor, Tensor, Sequence[Tensor], Tensor], Sequence[Tensor]]
-"""(weights, gradients, moments, numbers) → weights and moments after one elementwise update, all
-flat and float32. `numbers`: the row of `Method.numbers` for the parameter."""
+"""(weights, gradients, moments, row of `Method.numbers`) → weights and moments after one
+elementwise update, all flat and float32."""
 
 
 def update_rows(
@@ -37,14 +36,12 @@ def update_rows(
     """Update rows of one parameter and of its moments in their stored formats.
 
     Args:
-        weight: rows of this rank's shard, (R, C), float32 or bf16.
-        gradient: rows of the gradient, (R, C).
+        weight, gradient: rows of this rank's shards, (R, C).
         moments: for each moment, its tensors by `parts_of`.
         places: `ElementIndices.rows` and `ElementIndices.columns` of these rows.
         key: hash of the seed and the FQN, 0-d int64.
-        numbers: the row of `Method.numbers` for the parameter, float32.
         formats: for each moment, its format, and whether it is a second moment.
-        rows: the elementwise update.
+        rows, numbers: the elementwise update, and its argument.
     """
     hashed = (places[0] + key + places[1]).reshape(-1)
     hashed = (hashed ^ (hashed >> 30)) * MIX1
@@ -68,8 +65,6 @@ def update_rows(
 
 @cache
 def compiled() -> Callable[..., Any]:
-    """Return `update_rows`, compiled."""
-    # For dynamic shapes: otherwise each size of parameter would be compiled separately.
     return torch.compile(update_rows, dynamic=True)
 
 
@@ -79,7 +74,6 @@ def in_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def on_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Copy integers to a device, as int64 (N,)."""
     host = torch.tensor(values, dtype=torch.int64)
     # Pinned, so that the copy does not synchronise with the GPU.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -1,5 +1,4 @@
-"""Divides parameters into groups by shape and name, each with its learning rate, weight decay and
-method."""
+"""Divides parameters into groups of equal learning rate, weight decay and method."""
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -14,14 +13,12 @@ from trainer.optim.muon import MUON
 from trainer.recipe import MuonSection, Optimizer, ParameterGroup, RecipeError
 
 NamedGroup = dict[str, Any]
-"""A parameter group of torch.optim: `params`, a list of (FQN, parameter), `lr`, `lr_scale` and
-`weight_decay`."""
+"""A parameter group of torch.optim, with pairs of FQN and parameter in `params`."""
 
 
 def named_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> list[NamedGroup]:
-    """Divide the trained parameters into groups of equal learning rate and weight decay. Unless
-    `optimizer.groups` says otherwise, matrices and embeddings decay, vectors (norms, biases) do
-    not."""
+    """Divide the trained parameters into groups of equal learning rate and weight decay. Matrices
+    and embeddings decay, vectors do not, unless `optimizer.groups` says otherwise."""
     groups: dict[tuple[float, float], NamedGroup] = {}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
@@ -37,15 +34,9 @@ def named_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> 
 
 
 def check_patterns(names: Sequence[str], options: Optimizer) -> None:
-    """Refuse patterns that match no parameter.
-
-    Args:
-        names: FQNs of all parameters, not only of one pipeline stage.
-        options: section of the recipe, without groups of the model's family, which need not match.
-
-    Raises:
-        RecipeError: a pattern of `optimizer.groups` matches no name.
-    """
+    """Raise RecipeError if a pattern of `optimizer.groups` matches no parameter. `names`: FQNs of
+    all parameters, not only of one pipeline stage; `options`: section of the recipe, without groups
+    of the model's family, which need not match."""
     for number, rule in enumerate(options.groups):
         if not any(fnmatchcase(name, rule.match) for name in names):
             shown = ", ".join(names[:3])

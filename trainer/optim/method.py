@@ -1,8 +1,8 @@
 """`Method`, the description of an optimizer, and `MethodOptimizer`, which runs it.
 
-[Note: methods] A `Method` describes the state of each parameter, and the update of a group. Code
-that builds, shards, plans or loads optimizer state reads it. A user's optimizer
-(`optimizer.factory`) is any torch.optim.Optimizer; it has no `Method`, and its state is inspected.
+[Note: methods] A `Method` describes the state of each parameter, and the update of a group. A
+user's optimizer (`optimizer.factory`) is any torch.optim.Optimizer; it has no `Method`, and its
+state is inspected.
 """
 
 import math
@@ -49,9 +49,8 @@ class Method:
         [Sequence[nn.Parameter], Mapping[str, Any], State, bool], Callable[[float], None]
     ]
     """(parameters with gradients, their group, state, exact) → a function that takes a factor for
-    the gradients, and updates this rank's shards. The function may change the gradients, and is
-    called on all ranks. With `exact` its results do not depend on where shards end, to the last bit
-    (see exact.py)."""
+    the gradients, and updates this rank's shards. It may change the gradients, and is called on all
+    ranks. With `exact` the same bits result wherever shards end (see exact.py)."""
     squares: tuple[str, ...] = ()
     """Names of the second moments, which are never negative."""
     whole: bool = False
@@ -59,8 +58,8 @@ class Method:
     rows: Rows | None = None
     """The elementwise update, for compiled kernels; None: the update is not elementwise."""
     numbers: Callable[[Mapping[str, Any], torch.Tensor, float], torch.Tensor] | None = None
-    """(group, number of updates of each parameter, including this one (P,) float32, factor for the
-    gradients) → the argument `numbers` of `rows` for each parameter, (P, K) float32."""
+    """(group, number of updates of P parameters, including the present one (P,) float32, factor for
+    the gradients) → factors that are equal for all elements of a parameter, (P, K) float32."""
 
     def state(
         self,
@@ -68,12 +67,8 @@ class Method:
         how: Format = "fp32",
         zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
     ) -> dict[str, torch.Tensor]:
-        """Create the initial state of a parameter, which may be sharded.
-
-        Args:
-            how: format of the moments.
-            zeros_like: creates moments that have the dtype of the parameter.
-        """
+        """Create the initial state of a parameter, which may be sharded, with moments in the format
+        `how`. `zeros_like`: creates moments that have the dtype of the parameter."""
         state = {}
         if self.counts:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -87,15 +82,12 @@ class Method:
 
 
 class MethodOptimizer(torch.optim.Optimizer):
-    """Updates each parameter group by its `Method`.
-
-    The state is created with the optimizer, so that checkpoints can be loaded into it. Gradients
-    are multiplied by `gradient_factor` in the update. State in fewer bits than float32 is rounded
-    by [Note: rounding] in formats.py, with `seed`, which must change every step.
+    """Updates each parameter group by its `Method`. The state is created with the optimizer, so
+    that checkpoints can be loaded into it. State in fewer bits than float32 is rounded by [Note:
+    rounding] in formats.py, with `seed`, which must change every step.
 
     Args:
-        groups: parameter groups, whose `params` are pairs of FQN and parameter, with the key
-            `method` and its settings.
+        groups: see `method_groups`.
         exact: see `Method.update`.
         compiles: whether compiled kernels update rounded state on a GPU, see fused.py.
         zeros_like: creates moments that have the dtype of their parameter.
@@ -113,7 +105,8 @@ class MethodOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {})
         self.exact, self.compiles, self.state_dtype = exact, compiles, state_dtype
-        # A separate multiplication of the gradients would add a third to AdamW's time.
+        # The update multiplies gradients by this factor. A separate multiplication would add a
+        # third to AdamW's time.
         self.gradient_factor, self.seed = 1.0, 0
         self._gathered: list[Callable[[float], None]] = []
         self._names: dict[nn.Parameter, str] = {}
@@ -131,20 +124,16 @@ class MethodOptimizer(torch.optim.Optimizer):
     def gather(self) -> None:
         """Prepare the next `step`. Called once all gradients exist as tensors, while the GPU still
         computes them, so that `step` only launches kernels."""
-        self._gathered = [
-            group["method"].update(live, group, self.state, self.exact)
-            for group in self.param_groups
-            if (live := [one for one in group["params"] if self._is_live(one)])
-        ]
-
-    def _is_live(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter has a gradient, and is updated directly, without rounding."""
-        return parameter.grad is not None and parameter not in self._formats
+        self._gathered = []
+        for group in self.param_groups:
+            # Parameters with a format are updated in portions, see `step`.
+            live = [p for p in group["params"] if p.grad is not None and p not in self._formats]
+            if live:
+                self._gathered.append(group["method"].update(live, group, self.state, self.exact))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have gradients. Called on all ranks; `closure` must be
-        None."""
+        """Update all parameters that have gradients. Called on all ranks."""
         if closure is not None:
             raise ValueError("closure must be None: compute the gradients before the step")
         if not self._gathered:
@@ -162,14 +151,12 @@ class MethodOptimizer(torch.optim.Optimizer):
                 self._update(portion, how, group)
 
     def _compiles(self, method: Method, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return whether compiled kernels can update `parameters` by `method`."""
         able = self.compiles and not self.exact and method.rows is not None
         return able and local_tensor(parameters[0]).is_cuda
 
     def _update_compiled(
         self, parameters: Sequence[nn.Parameter], group: Mapping[str, Any]
     ) -> None:
-        """Compute the same update as `_update` by compiled kernels, parameter by parameter."""
         method: Method = group["method"]
         assert method.rows is not None
         assert method.numbers is not None
@@ -211,7 +198,7 @@ class MethodOptimizer(torch.optim.Optimizer):
     def _update(
         self, pieces: Sequence[ParameterRows], how: Format, group: Mapping[str, Any]
     ) -> None:
-        """Update some rows in float32, and round weights and moments to their formats."""
+        """Update rows in float32, and round weights and moments to their formats."""
         method: Method = group["method"]
         parameters = [piece.parameter for piece in pieces]
         gradients = [local_tensor(p.grad).contiguous() for p in parameters if p.grad is not None]
@@ -234,7 +221,7 @@ class MethodOptimizer(torch.optim.Optimizer):
                     placed(numbers.view(shape), parameter) for numbers in (weight, slope)
                 )
                 kept = {name: numbers.view(shape) for name, numbers in kept.items()}
-            # For all rows but the last the count is a copy, so that all start from the same count.
+            # A copy except for the last rows, so that all rows begin with the same count.
             if method.counts:
                 step = self.state[parameter]["step"]
                 kept["step"] = step if piece.last else step.clone()
@@ -251,14 +238,12 @@ class MethodOptimizer(torch.optim.Optimizer):
     def _moment(
         self, pieces: Sequence[ParameterRows], name: str, how: Format, method: Method, state: State
     ) -> DecodedRows:
-        """Decode a moment of some rows to float32."""
         square = name in method.squares
         parts = parts_of(name, how, square=square)
         tensors = [[state[piece.parameter][part.name] for piece in pieces] for part in parts]
         return opened(pieces, tensors, how, square=square)
 
     def _noise(self, pieces: Sequence[ParameterRows]) -> torch.Tensor:
-        """Return random numbers for some rows, see `noise`."""
         parameters = dict.fromkeys(piece.parameter for piece in pieces)
         for parameter in parameters:
             self._places_of(parameter)
@@ -266,7 +251,7 @@ class MethodOptimizer(torch.optim.Optimizer):
         return noise(pieces, self._places, keys)
 
     def state_in(self, state_dtype: Format) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """Create a state with moments in another format, into which a checkpoint can be loaded."""
+        """Create a state with moments in another format, to load a checkpoint into."""
         return {
             parameter: group["method"].state(parameter, format_of(parameter, state_dtype))
             for group in self.param_groups
@@ -297,8 +282,7 @@ Way = TypeVar("Way", bound=Hashable)
 def _portions(
     formats: Mapping[nn.Parameter, Way], *, whole: bool = False
 ) -> Iterator[tuple[Way, list[ParameterRows]]]:
-    """Yield (format, portion) for parameters on one device, see `portions_of`. All parameters of a
-    portion have the same format."""
+    """Yield (format, portion with that format) for parameters on one device, see `portions_of`."""
     members: dict[Way, list[nn.Parameter]] = {}
     for parameter, how in formats.items():
         members.setdefault(how, []).append(parameter)
@@ -315,14 +299,9 @@ def update(
     factor: float,
     seed: int = 0,
 ) -> None:
-    """Run one optimizer step, a portion of the parameter groups at a time. Called on all ranks.
-
-    Args:
-        portions: the parameter groups, each time with a part of their parameters; see
-            `ParallelModel.portions`.
-        factor: factor for the gradients, from clipping and the loss scale.
-        seed: seed of this step, for stochastic rounding.
-    """
+    """Run one optimizer step, a portion of the parameter groups at a time (see
+    `ParallelModel.portions`). Called on all ranks. `factor`: factor for the gradients, from
+    clipping and the loss scale; `seed`: seed of this step, for stochastic rounding."""
     groups = optimizer.param_groups
     if isinstance(optimizer, MethodOptimizer):
         optimizer.gradient_factor, optimizer.seed = factor, seed
@@ -341,9 +320,8 @@ def update(
 
 
 def trial_parameter(parameter: torch.Tensor, draw: torch.Generator | None = None) -> nn.Parameter:
-    """Create a small parameter on the CPU that replaces `parameter` when an optimizer is tried. Its
-    dimensions have distinct lengths, except those of length 1. Values are zeros, or random numbers
-    by `draw`."""
+    """Create a small parameter on the CPU to try an optimizer on in place of `parameter`.
+    Dimensions have distinct lengths, except those of length 1. Values are zeros, or drawn."""
     lengths = [1 if n == 1 else 3 + 2 * dim for dim, n in enumerate(parameter.shape)]
     zeros = torch.zeros(lengths, dtype=parameter.dtype)
     if draw:
@@ -352,19 +330,18 @@ def trial_parameter(parameter: torch.Tensor, draw: torch.Generator | None = None
 
 
 TRIED_ELEMENTS = 1 << 14
-"""Largest number of elements of a trial parameter, see `trial_parameters`."""
 TRIED_MATRIX = 64, 128
-"""Shape of the trial parameter for a large matrix: large enough for optimizers with blockwise
-state."""
+"""Shape of the trial parameter for a large matrix, so that blockwise state has several blocks."""
 
 
 def trial_parameters(
     parameters: Mapping[str, torch.Tensor], draw: torch.Generator
 ) -> dict[str, nn.Parameter]:
-    """Create a trial parameter with random numbers in place of each parameter, by FQN, to try an
-    optimizer. Most are small. For each number of dimensions, that of the largest parameter has up
-    to TRIED_ELEMENTS elements, because some optimizers treat small tensors differently."""
-    largest = {one.dim(): name for name, one in sorted(parameters.items(), key=_elements)}
+    """Create a random trial parameter in place of each parameter, by FQN. Most are small. For each
+    number of dimensions, that of the largest parameter has up to TRIED_ELEMENTS elements, because
+    some optimizers treat small tensors differently."""
+    by_size = sorted(parameters.items(), key=lambda named: named[1].numel())
+    largest = {one.dim(): name for name, one in by_size}
     trials = {}
     for name, parameter in parameters.items():
         if largest[parameter.dim()] != name:
@@ -379,7 +356,3 @@ def trial_parameters(
         drawn = torch.randn(lengths, generator=draw).to(parameter.dtype)
         trials[name] = nn.Parameter(drawn, requires_grad=parameter.requires_grad)
     return trials
-
-
-def _elements(named: tuple[str, torch.Tensor]) -> int:
-    return named[1].numel()

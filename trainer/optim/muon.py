@@ -1,22 +1,20 @@
 """Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks") for sharded
 matrices, with the mathematics of torch.optim.Muon.
 
-[Note: owners] The momentum is kept and updated in shards, as AdamW's moments are, so memory is
-balanced. Only the orthogonalisation needs a whole matrix. For it the shards of a matrix are sent to
-one rank of the shard group, its *owner*, and the orthogonal shards are sent back. Both messages are
-in bfloat16, the format of the iteration, so they lose no precision. Matrices are sorted by size and
-taken in rounds of one matrix per rank, so the owners of a round have about equal work. Owners keep
-nothing between steps, so a change of the world size does not matter.
+[Note: owners] The momentum is kept and updated in shards, as AdamW's moments are. Only the
+orthogonalisation needs a whole matrix. For it the shards of a matrix are sent to one rank of the
+shard group, its *owner*, and the orthogonal shards are sent back. Both messages are in bfloat16,
+the format of the iteration, so they lose no precision. Matrices are sorted by size and taken in
+rounds of one matrix per rank, so the owners of a round have about equal work. In exact mode all
+other operations are separate multiplications and additions, so the bits of an update depend only on
+the gradient.
 
 Under tensor parallelism FSDP shards the part of each tp rank again. So shards are sent in two
 steps: over FSDP's dimension, then over the tp ranks.
-
-A matrix is orthogonalised by one rank alone. In exact mode all other operations are separate
-multiplications and additions, so the bits of an update depend only on the gradient.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -28,16 +26,6 @@ from torch.distributed.tensor import DTensor
 
 from checkpointing.format.tensors import local_tensor
 from trainer.optim.method import Method, State
-
-
-def update_muon(
-    parameters: Sequence[nn.Parameter],
-    group: Mapping[str, Any],
-    state: State,
-    exact: bool,
-) -> Callable[[float], None]:
-    """Implements `Method.update`."""
-    return partial(_update, parameters, group, state, exact)
 
 
 def _update(
@@ -76,9 +64,15 @@ def _update(
         else:
             weight.add_(change, alpha=-rate)
 
+    def work(matrix: nn.Parameter) -> tuple[int, int]:
+        return -min(matrix.shape), -max(matrix.shape)
+
     for members, mesh, axes in _by_shard_group(parameters):
         ranks = math.prod(mesh.size(axis) for axis in axes) if mesh else 1
-        for matrices in _rounds(members, ranks):
+        # The sort is stable, so the rounds are the same on all ranks.
+        ordered = sorted(members, key=work)
+        for start in range(0, len(ordered), ranks):
+            matrices = ordered[start : start + ranks]
             slices = [direction(matrix) for matrix in matrices]
             changes = _at_owners(matrices, slices, mesh, axes, group)
             for matrix, change in zip(matrices, changes, strict=True):
@@ -88,7 +82,7 @@ def _update(
 def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
     """Return approximately U V^T for a matrix U S V^T (rows, columns), both bfloat16, by
     Newton-Schulz iterations of a quintic polynomial. Singular values of the result are about 0.5 to
-    1.5. `group` has the settings `ns_coefficients`, `ns_eps` and `ns_steps`."""
+    1.5. `group` has the settings of the iteration."""
     a, b, c = group["ns_coefficients"]
     dtype = _product_dtype(matrix.device.type)
 
@@ -108,7 +102,6 @@ def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
 
 @cache
 def _product_dtype(device: str) -> torch.dtype:
-    """Return the dtype in which bfloat16 matrices are multiplied on a device type."""
     # A CPU without bfloat16 instructions is a hundred times faster in float32. Rounded to bfloat16,
     # the results differ only by the order of sums.
     if device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -117,9 +110,9 @@ def _product_dtype(device: str) -> torch.dtype:
 
 
 def rate_factor(adjust: Literal["original", "match_rms_adamw"], matrix: torch.Tensor) -> float:
-    """Return the factor for the learning rate of a matrix. With original, the RMS of its updates is
-    about 1 / sqrt(columns), whatever the number of rows. With match_rms_adamw it is about 0.2 for
-    all matrices, as for AdamW's updates (Liu et al. 2025, "Muon is Scalable for LLM Training")."""
+    """Return the factor for the learning rate of a matrix. With original, the RMS of updates is
+    about 1 / sqrt(columns), whatever the number of rows. With match_rms_adamw it is about 0.2, as
+    that of AdamW's updates (Liu et al. 2025, "Muon is Scalable for LLM Training")."""
     rows, columns = matrix.shape
     if adjust == "original":
         return math.sqrt(max(1, rows / columns))
@@ -131,10 +124,7 @@ def _by_shard_group(
 ) -> Iterator[tuple[list[nn.Parameter], DeviceMesh | None, tuple[int, ...]]]:
     """Yield (matrices, mesh, mesh dimensions over which they are sharded). The mesh dimension that
     cut the matrices last comes first. The mesh is None for matrices that are whole on each rank.
-
-    Raises:
-        NotImplementedError: the placements of a matrix are not supported.
-    """
+    Raises NotImplementedError for unsupported placements."""
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh: DeviceMesh | None = None
@@ -156,18 +146,6 @@ def _by_shard_group(
         yield members, shared, over
 
 
-def _rounds(matrices: Sequence[nn.Parameter], ranks: int) -> Iterator[list[nn.Parameter]]:
-    """Yield rounds of `ranks` matrices, largest first; the last round may have fewer. Rank n
-    orthogonalises matrix n of a round."""
-
-    def work(matrix: nn.Parameter) -> tuple[int, int]:
-        return -min(matrix.shape), -max(matrix.shape)
-
-    ordered = sorted(matrices, key=work)  # a stable sort, so the order is the same on all ranks
-    for start in range(0, len(ordered), ranks):
-        yield ordered[start : start + ranks]
-
-
 def _at_owners(
     matrices: Sequence[nn.Parameter],
     slices: Sequence[torch.Tensor],
@@ -176,15 +154,12 @@ def _at_owners(
     group: Mapping[str, Any],
 ) -> list[torch.Tensor]:
     """Send shards to the owners, orthogonalise, and send the results back. Called on all ranks of
-    `mesh`.
+    `mesh`. Returns this rank's shard of each orthogonalised matrix.
 
     Args:
         matrices: the matrices of a round, sharded over the dimensions `axes` of `mesh`.
         slices: this rank's shard of each matrix. Matrix n is sent to rank n % R of the mesh
             dimension axes[0], which has R ranks.
-
-    Returns:
-        This rank's shard of each orthogonalised matrix.
     """
     if mesh is None or not axes:
         return [
@@ -222,13 +197,11 @@ def _at_owners(
 
 
 def _device(matrix: nn.Parameter) -> torch.device | str:
-    """Return the device that orthogonalises a matrix; with strategy.offload shards are on the
-    host."""
+    # With strategy.offload shards are on the host, but the GPU orthogonalises.
     return matrix.device_mesh.device_type if isinstance(matrix, DTensor) else matrix.device
 
 
 def _flat(tensors: Iterable[torch.Tensor], device: str) -> torch.Tensor:
-    """Concatenate the elements of any number of tensors to one flat tensor."""
     parts = (tensor.reshape(-1).to(device) for tensor in tensors)
     return torch.cat([torch.empty(0, dtype=torch.bfloat16, device=device), *parts])
 
@@ -242,16 +215,24 @@ def _slice_shapes(
     shape = list(matrix.shape)
     for other in inner:
         dim = matrix.placements[other].dim  # type: ignore[attr-defined]
-        shape[dim] = _chunks(shape[dim], mesh.size(other))[mesh.get_local_rank(other)]
+        shape[dim] = chunk_lengths(shape[dim], mesh.size(other))[mesh.get_local_rank(other)]
     dim = matrix.placements[axis].dim  # type: ignore[attr-defined]
-    return [
-        [*shape[:dim], length, *shape[dim + 1 :]] for length in _chunks(shape[dim], mesh.size(axis))
-    ]
+    lengths = chunk_lengths(shape[dim], mesh.size(axis))
+    return [[*shape[:dim], length, *shape[dim + 1 :]] for length in lengths]
 
 
-def _chunks(length: int, count: int) -> list[int]:
+def chunk_lengths(length: int, count: int) -> list[int]:
+    """Return the lengths of the parts that torch.chunk returns, including empty parts."""
     most = -(-length // count)
     return [max(0, min(most, length - rank * most)) for rank in range(count)]
 
 
-MUON = Method("muon", ("momentum_buffer",), counts=False, update=update_muon, whole=True)
+MUON = Method(
+    "muon",
+    ("momentum_buffer",),
+    counts=False,
+    update=lambda parameters, group, state, exact: partial(
+        _update, parameters, group, state, exact
+    ),
+    whole=True,
+)

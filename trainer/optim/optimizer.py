@@ -24,17 +24,8 @@ def build_optimizer(
     compiles: bool = False,
     zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
 ) -> torch.optim.Optimizer:
-    """Create the recipe's optimizer. Called on all ranks.
-
-    Args:
-        parameters: parameters by FQN.
-        exact: see `Method.update`.
-        compiles: see `MethodOptimizer`.
-        zeros_like: creates moments, in memory or in the offload file; not used by a factory.
-
-    Raises:
-        RecipeError: the parameters or the factory do not fit the options.
-    """
+    """Create the recipe's optimizer of parameters by FQN. Called on all ranks. Raises RecipeError
+    if the parameters or the factory do not fit the options."""
     if options.factory:
         from trainer.optim.own import build_own  # imported only if the recipe uses it
 
@@ -49,8 +40,8 @@ def build_optimizer(
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of each parameter group to `lr` times its `lr_scale`. A group whose
-    rate is None is left alone: its optimizer determines the rate itself."""
+    """Set the learning rate of each parameter group to `lr` times its `lr_scale`, unless it is
+    None: then the optimizer determines the rate itself."""
     for group in optimizer.param_groups:
         rate, held = lr * group.get("lr_scale", 1.0), group.get("lr")
         if isinstance(held, torch.Tensor):  # in place, because compiled code may read the tensor
@@ -82,8 +73,7 @@ class StateTensor:
     shape: tuple[int, ...]
     block: int
     """Elements of the parameter for each number of this tensor, if the tensor is sharded as the
-    parameter is. 0: it counts as whole on every rank, although Adafactor's row factors are sharded
-    with the rows."""
+    parameter is. 0: it is counted as whole on every rank."""
 
     def nbytes(self, elements: int) -> int:
         """Return the bytes on a rank that holds `elements` elements of the parameter."""
@@ -94,18 +84,8 @@ class StateTensor:
 def state_of(
     parameters: Mapping[str, torch.Tensor], options: Optimizer
 ) -> dict[str, tuple[StateTensor, ...]]:
-    """Return the state of the recipe's optimizer for each parameter, by FQN; () for frozen
-    parameters.
-
-    The optimizer of a factory steps once on small parameters in place of the real ones. Their
-    dimensions have distinct lengths, by which they are recognised in the shapes of the state.
-
-    Args:
-        parameters: whole parameters, which may be on the meta device.
-
-    Raises:
-        RecipeError: the optimizer cannot be built, see `build_optimizer`.
-    """
+    """Return the state of the recipe's optimizer for each of `parameters`, which may be on the meta
+    device, by FQN; () for frozen ones. Raises RecipeError if the optimizer cannot be built."""
     if not options.factory:
         return {
             name: _stored(parameter, method_of(name, parameter, options), options.state_dtype)
@@ -115,6 +95,8 @@ def state_of(
         }
     from trainer.optim.own import tried  # imported only if the recipe uses it
 
+    # Dimensions of trial parameters have distinct lengths, by which they are recognised in the
+    # shapes of the state.
     trials = {name: trial_parameter(parameter) for name, parameter in parameters.items()}
     kept = own_state(tried(trials, options), trials).tensors
     state = {}
@@ -136,7 +118,6 @@ def state_of(
 def _stored(
     parameter: torch.Tensor, method: Method, state_dtype: Format
 ) -> tuple[StateTensor, ...]:
-    """Return the state of a parameter that is updated by `method`."""
     how = format_of(parameter, state_dtype)
     parts = [
         part
@@ -157,12 +138,9 @@ def _stored(
 
 def square_sum(parameters: Iterable[nn.Parameter], ranks: int) -> torch.Tensor:
     """Return this rank's term of the squared gradient norm, float64 (1,). The sum of the terms of
-    all `ranks` ranks has each element once, for any meshes and replicas. `exact.square_sums` is a
-    slower variant, whose sum is the same for all of them to the last bit.
-
-    Raises:
-        ValueError: the placement of a gradient is Partial.
-    """
+    all `ranks` ranks has each element once, for any meshes and replicas. In exact mode
+    `exact.square_sums` is used instead. Raises ValueError if the placement of a gradient is
+    Partial."""
     by_copies: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad

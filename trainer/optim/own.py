@@ -1,5 +1,5 @@
-"""Builds the optimizer of `optimizer.factory`. It is tried on small parameters first, so that
-problems show at the start rather than in the first step or the first restart."""
+"""Builds the optimizer of `optimizer.factory`. A trial on small parameters shows problems at the
+start rather than in the first step or the first restart."""
 
 import inspect
 import json
@@ -40,18 +40,10 @@ _UNEVEN = re.compile(r"unevenly sharded|redistribute the tensor")
 
 
 def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
-    """Create the optimizer of `optimizer.factory`. Called on all ranks.
-
-    The optimizer is first tried on small parameters in place of the real ones, without
-    effect on the run. For sharded parameters it gets this rank's shards as tensors if its update is
-    elementwise; otherwise it gets DTensors, whose operations have the results of whole tensors.
-
-    Args:
-        parameters: parameters by FQN.
-
-    Raises:
-        RecipeError: the optimizer fails, or cannot be saved and resumed.
-    """
+    """Create the optimizer of `optimizer.factory` for parameters by FQN, after a trial on small
+    ones. Called on all ranks. For sharded parameters it gets this rank's shards as tensors if its
+    update is elementwise; otherwise it gets DTensors, whose operations have the results of whole
+    tensors. Raises RecipeError if the optimizer fails, or cannot be saved and resumed."""
 
     def build(given: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         return _build(given, options)
@@ -75,21 +67,19 @@ def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> tor
 
 @contextmanager
 def _leaving_no_trace() -> Iterator[None]:
-    """Context for trials of an optimizer. They do not advance the run's random generators, and
-    compile nothing."""
+    """Context for trials, which compile nothing and do not advance the run's random generators."""
     # fork_rng covers only torch's generators.
-    kept = random.getstate(), np.random.get_state()
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(), set_stance("force_eager"):
             yield
     finally:
-        random.setstate(kept[0])
-        np.random.set_state(kept[1])
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def tried(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
-    """Build the optimizer for `parameters`, small parameters in place of the real ones, and run one
-    step, which creates its state."""
+    """Build the optimizer for small parameters, and run a step, which creates its state."""
     with _leaving_no_trace():
         optimizer = build_own(parameters, options)
         with _stepping(options):
@@ -98,12 +88,9 @@ def tried(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.o
 
 
 def _step(
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    number: int,
-    lr: float,
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], number: int, lr: float
 ) -> None:
-    """Run one step of a trial. Gradients and random seeds are functions of its `number`."""
+    """Run one step of a trial. Its gradients and random seed are functions of `number`."""
     draw = torch.Generator().manual_seed(number)
     for one in parameters.values():
         gradient = torch.randn(one.shape, generator=draw).to(one.dtype)
@@ -114,22 +101,19 @@ def _step(
 
 
 STEPS = 6
-"""Number of steps of a trial before its state is saved, and again after it is loaded."""
+"""Number of steps of a trial before its state is saved, and after it is loaded."""
 SHARDED_STEPS = 3
 """Number of steps of a trial with shards: fewer, because each operation may be a collective."""
 ALL = 24
 """Largest number of parameters that all get gradients in a trial with shards. Of more parameters,
 only one for each combination of shape and placement gets a gradient."""
+ROUNDING = 0.02
+"""Largest accepted difference between sharded and whole updates, relative to the largest update."""
 
 
 def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build: Build) -> None:
-    """Step the optimizer on small parameters in place of the real ones, load its state into a
-    second optimizer, and check that both continue equally.
-
-    Raises:
-        RecipeError: the optimizer cannot be built, a step fails, or the state cannot be saved and
-            loaded.
-    """
+    """Step the optimizer on small parameters, and load its state into a second optimizer. Raises
+    RecipeError unless both continue equally."""
     name = options.factory
     trials = trial_parameters(parameters, torch.Generator().manual_seed(0))
     optimizer = build(trials)
@@ -176,12 +160,8 @@ def _try_sharded(
     parameters: Mapping[str, nn.Parameter], options: Optimizer, build: Build, place: Build
 ) -> None:
     """Step the optimizer on small parameters that are sharded as the real ones are, and on the same
-    parameters as whole tensors, and compare the results. Called on all ranks.
-
-    Raises:
-        RecipeError: the optimizer fails, has state that cannot be saved, or updates sharded
-            parameters to other values than whole ones.
-    """
+    parameters as whole tensors. Called on all ranks. Raises RecipeError if the optimizer fails, has
+    state that cannot be saved, or updates sharded parameters to other values than whole ones."""
     name = options.factory
     hint = "; use strategy.name=ddp, which does not shard the parameters"
     whole = trial_parameters(parameters, torch.Generator().manual_seed(0))
@@ -242,7 +222,6 @@ def _try_sharded(
 
 
 def _chosen(whole: Parameters, parameters: Parameters) -> set[str]:
-    """Return the names of the parameters that get gradients in a trial with shards, see ALL."""
     if len(parameters) <= ALL:
         return {*parameters}
     first = {
@@ -254,11 +233,6 @@ def _chosen(whole: Parameters, parameters: Parameters) -> set[str]:
 
 def _select(parameters: Parameters, names: set[str]) -> dict[str, nn.Parameter]:
     return {fqn: one for fqn, one in parameters.items() if fqn in names}
-
-
-ROUNDING = 0.02
-"""Largest accepted difference between sharded and whole updates, as a fraction of the largest
-update: the effect of bfloat16 rounding."""
 
 
 def _stepping(options: Optimizer) -> AbstractContextManager[None]:
@@ -349,8 +323,8 @@ def _check_kind(name: str, kind: type) -> None:
 
 
 def _kept_beside(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
-    """Return the numbers in an optimizer's attributes, except for parameters, state, groups and
-    private booleans, which are torch's flags."""
+    """Return the numbers in an optimizer's attributes beside parameters, state and groups. Private
+    booleans are left out, because they are torch's flags."""
     known = {id(one) for one in tree_leaves([*optimizer.state.values()])}
     known |= {id(one) for group in optimizer.param_groups for one in group["params"]}
     return {
@@ -367,8 +341,6 @@ def _kept_beside(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
 
 
 def _complete(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer whose parameters are DTensors run its steps in the mode
-    `_CompleteDTensors`."""
     step = optimizer.step
 
     def completed(*given: Any) -> None:

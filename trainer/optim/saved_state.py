@@ -28,11 +28,7 @@ def own_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> OptimizerState:
     """Return an optimizer's state: tensors, and JSON `{"state": …, "group": …}` by FQN. The state
-    of bundled optimizers consists of tensors only.
-
-    Raises:
-        ValueError: a value cannot be saved, see `optimizer_state`.
-    """
+    of bundled optimizers consists of tensors only. Raises ValueError if a value cannot be saved."""
     saved = optimizer_state(optimizer, parameters)
     if isinstance(optimizer, MethodOptimizer):
         return OptimizerState(saved.tensors, {})
@@ -54,15 +50,15 @@ def own_targets(
     metas: Mapping[str, TensorMeta],
     state_dtype: Format = "fp32",
 ) -> OptimizerTargets:
-    """Return the tensors into which a state that `own_state` returned is loaded. Then `put` of the
-    result assigns the state to the optimizer.
+    """Return the tensors into which a saved `own_state` is loaded. Then `put` of the result assigns
+    the state to the optimizer.
 
     Args:
         parameters: parameters by FQN.
         trees: the saved JSON by FQN; None in older checkpoints.
         metas: see `optimizer_targets`.
-        state_dtype: `optimizer.state_dtype` of the recipe that saved the state. If that of the
-            present recipe differs, the state is converted.
+        state_dtype: `optimizer.state_dtype` of the recipe that saved the state, which is converted
+            if the present recipe has another.
     """
     if isinstance(optimizer, MethodOptimizer):
         if state_dtype == optimizer.state_dtype:
@@ -87,14 +83,12 @@ def own_targets(
             known = [trees[names[p]] for p in group["params"] if trees and names[p] in trees]
             changed: Mapping[str, Any] = next((one["group"] for one in known if "group" in one), {})
             if OWN not in (trees or {}):
-                put_settings(group, changed)
+                _put_settings(group, changed)
 
     return OptimizerTargets(targets.tensors, put)
 
 
-def put_settings(group: dict[str, Any], changed: Mapping[str, Any]) -> None:
-    """Set entries of a parameter group to values that `settings` returned. Tensors are changed in
-    place."""
+def _put_settings(group: dict[str, Any], changed: Mapping[str, Any]) -> None:
     for key, one in changed.items():
         value, held = from_json(one), group.get(key)
         if isinstance(held, torch.Tensor) and held.shape == torch.as_tensor(value).shape:

@@ -8,19 +8,12 @@ from trainer.recipe import Recipe, RecipeError, Schedule
 from trainer.recipe.factory import call_factory, refusing
 
 Rate = Callable[[int], float]
-"""Step (from 1) → learning rate."""
 
 
 def build_schedule(recipe: Recipe, tried: int = 3) -> Rate:
-    """Return the recipe's schedule.
-
-    Args:
-        tried: about how many steps, including the first and the last, are checked now.
-
-    Raises:
-        RecipeError: `schedule.factory` returned no function, or an invalid rate. The returned
-            schedule raises it too, at the step with the invalid rate.
-    """
+    """Return the recipe's schedule. Raises RecipeError if `schedule.factory` returned no function,
+    or an invalid rate for one of about `tried` steps, which include the first and the last. The
+    schedule raises it at other steps with an invalid rate."""
     steps, lr, options = recipe.run.steps, recipe.optimizer.lr, recipe.schedule
     if not options.factory:
         return lambda step: learning_rate(step, steps, lr, options)

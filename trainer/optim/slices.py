@@ -1,9 +1,5 @@
-"""Runs an elementwise optimizer on this rank's shards as plain tensors (slices).
-
-Trials on small parameters, whole and cut, show whether an optimizer is elementwise. With DTensors
-in place of slices, operations would be slow to dispatch, and DTensor lacks some operations that
-torch.optim uses.
-"""
+"""Runs an elementwise optimizer on this rank's shards as plain tensors (slices). Operations on
+DTensors would be slow to dispatch, and some that torch.optim uses are missing."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,15 +22,14 @@ Build = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 @dataclass(frozen=True)
 class _InnerOptimizer:
     optimizer: torch.optim.Optimizer
-    """The optimizer whose parameters are the slices."""
     slices: dict[nn.Parameter, nn.Parameter]
     """Sharded parameter → this rank's slice of it, a plain tensor."""
 
 
 class SliceOptimizer(torch.optim.Optimizer):
     """An optimizer of sharded parameters that runs an inner optimizer, created by `build`, on this
-    rank's slices. Its own groups and state have the sharded parameters as keys; its state tensors
-    are DTensors that share memory with the inner optimizer's state."""
+    rank's slices. Its state has the sharded parameters as keys, and DTensors that share memory with
+    the inner optimizer's state."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], build: Build) -> None:
         slices = {
@@ -55,7 +50,7 @@ class SliceOptimizer(torch.optim.Optimizer):
         self._show()
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have gradients. `closure` must be None."""
+        """Update all parameters that have gradients."""
         if closure is not None:
             raise ValueError("closure must be None: compute the gradients before the step")
         inner, slices = self._of.optimizer, self._of.slices
@@ -96,13 +91,11 @@ def _entries(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wraps(shown: Any, kept: torch.Tensor) -> bool:
-    """Return whether `shown` is the tensor `kept`, or a DTensor around it."""
     return shown is kept or (isinstance(shown, DTensor) and shown._local_tensor is kept)
 
 
 def _like(parameter: nn.Parameter, kept: Any) -> Any:
-    """Convert the state of a slice to state of its parameter: wrap tensors of the slice's shape as
-    DTensors, without a copy."""
+    """Wrap state tensors of a slice's shape as DTensors, which share the memory."""
     if not isinstance(parameter, DTensor):
         return kept
     shape, spec = local_tensor(parameter).shape, parameter._spec
@@ -124,8 +117,7 @@ def _like(parameter: nn.Parameter, kept: Any) -> Any:
 
 
 def like_sharded(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Shard a tensor as a parameter is, and move it to the parameter's device. Called on all ranks,
-    with equal values of `whole`."""
+    """Shard a tensor, equal on all ranks, as a parameter is, on its device. Called on all ranks."""
     local = local_tensor(parameter)
     if not isinstance(parameter, DTensor):
         return whole.to(local.device)
@@ -137,12 +129,12 @@ def like_sharded(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 SCALES = 1e-3, 1.0, 1e3
-"""Scales of the gradients in trials: in some optimizers elements depend on each other only above a
+"""Scales of the gradients in trials, because elements may depend on each other only above a
 threshold, for instance by clipping."""
 
 
 def is_elementwise(parameters: Mapping[str, nn.Parameter], build: Build) -> bool:
-    """Return whether an optimizer may update rows of parameters separately. It may if in trials no
+    """Return whether an optimizer may update rows of parameters separately. Then in trials no
     operation of a step reduces many numbers to fewer; small parameters and their state become the
     same whether they are whole or cut; and state tensors have the parameter's shape or a single
     element."""
@@ -162,8 +154,8 @@ def is_elementwise(parameters: Mapping[str, nn.Parameter], build: Build) -> bool
 
 
 def _parts_match(whole: Any, *parts: Any) -> bool:
-    """Return whether tensors `parts`, joined, equal the tensor `whole` up to rounding. A single
-    number must be equal in all parts."""
+    """Return whether tensors `parts`, joined, equal the tensor `whole` up to rounding. A number
+    must be equal in all parts."""
     if not isinstance(whole, torch.Tensor):
         return all(_close(whole, part) for part in parts)
     if not whole.dim():
@@ -185,8 +177,8 @@ def _close(one: Any, other: Any) -> bool:
 
 
 class _DetectReductions(TorchDispatchMode):
-    """Detects operations that reduce many numbers to fewer: sums, norms, maxima, selections. They
-    show that elements depend on each other, even if the results of the trial do not show it."""
+    """Detects operations that reduce many numbers to fewer, such as sums, norms and maxima. They
+    show that elements depend on each other, even if the results of the trial do not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,14 +206,10 @@ def _results_by_part(
     parameters: Mapping[str, nn.Parameter], build: Build, scale: float, cuts: Sequence[slice]
 ) -> dict[str, list[Any]] | None:
     """Run four steps of a new optimizer on each of `cuts`, slices of the rows of small random
-    parameters. `scale`: scale of the gradients.
-
-    Returns:
-        Name of an update, state or setting → its value for each part. None if the optimizer cannot
-        run on slices: it has a state_dict of its own, state that belongs to no parameter, a setting
-        with several elements, or a state tensor that is of a subclass, or has neither the shape of
-        its parameter nor a single element.
-    """
+    parameters, with gradients of size `scale`. Return name of an update, state or setting → its
+    value for each part; or None if the optimizer cannot run on slices: it has a state_dict of its
+    own, state that belongs to no parameter, a setting with several elements, or a state tensor that
+    is of a subclass, or has neither the shape of its parameter nor a single element."""
     draw = torch.Generator().manual_seed(0)
     # In float32, and small if gradients are small, so that updates are not lost in rounding.
     whole = {
@@ -255,10 +243,7 @@ def _results_by_part(
                     return None
                 results[f"{name} {key}"] = kept
         for place, group in enumerate(optimizer.param_groups):
-            entries = {
-                key: one for key, one in group.items() if key not in ("params", "param_names")
-            }
-            for key, one in _leaves(entries):
+            for key, one in _leaves(_entries(group)):
                 if isinstance(one, torch.Tensor) and one.dim():
                     return None
                 results[f"group {place} {key}"] = one

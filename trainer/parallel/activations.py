@@ -1,7 +1,5 @@
-"""Activation checkpointing: blocks recompute their activations in backward instead of storing them.
-
-Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
-"""
+"""Activation checkpointing: blocks recompute their activations in backward instead of storing them
+(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost")."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -36,12 +34,12 @@ _EXPENSIVE = {
     "perdure.varlen_attention.default",
     "flex_attention",
 }
-"""Matrix products and attention: results that `selective` mode stores. By name, because not every
-version of torch has all of them, and some are registered only when their module is imported."""
+"""Matrix products and attention: operators whose results `selective` mode stores. By name, because
+not every version of torch has all of them, and some are registered only by an import."""
 _OVERWRITTEN = {"aten._scaled_mm.default", "aten._scaled_mm_v2.default"}
-"""Operators whose result must not be stored where compiled code runs, because that may overwrite a
-result which its backward does not need. Of the other operators, attention needs its result in
-backward, and products write into memory that the compiler has allocated."""
+"""Operators whose results must not be stored in compiled code, which may overwrite a result that
+its backward does not need. Attention's backward needs its result, and other products write into
+memory that the compiler has allocated."""
 
 
 def apply_activation_checkpointing(
@@ -56,9 +54,8 @@ def apply_activation_checkpointing(
 
     Args:
         mode: "full" recomputes all; "selective" stores the results of _EXPENSIVE operators.
-        compiled: "whole": the wrapped blocks are compiled later; "pieces": modules inside the
-            blocks are compiled later, so results of _OVERWRITTEN operators are not stored; "no":
-            nothing is compiled.
+        compiled: what is compiled later: "whole": the wrapped blocks; "pieces": modules inside the
+            blocks, so results of _OVERWRITTEN operators are not stored.
         again: whether backward of a block runs in several parts, each of which recomputes the block
             (zero_bubble).
         draws: whether a block may draw random numbers, which recomputation must repeat.
@@ -67,13 +64,12 @@ def apply_activation_checkpointing(
     deciding = bool(getattr(model, "stacks", ()))  # a router must choose the same experts again
     for block in blocks:
         contexts: dict[str, Any] = {}
-        # Only without compilation: a compiled block's graph updates buffers once.
+        # A compiled block's graph updates buffers only once.
         counting = compiled == "no" and bool(_persistent_buffers(block))
         if mode == "selective" or counting or deciding:
-            selective = partial(_keeping_modes if again else _selective, compiled)
             contexts["context_fn"] = partial(
                 _contexts,
-                selective if mode == "selective" else None,
+                partial(_selective, compiled, again) if mode == "selective" else None,
                 block if counting else None,
                 deciding,
             )
@@ -92,14 +88,9 @@ def _contexts(
     counting: nn.Module | None,
     deciding: bool,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return a context for the forward pass of a block, and a context for its recomputation.
-
-    Args:
-        selective: creates a mode that stores results of operators, and a mode that reuses them;
-            None: none is stored.
-        counting: a block whose passes change persistent buffers, or None.
-        deciding: whether to store routing decisions, see [Note: decisions].
-    """
+    """Return contexts for the forward pass of a block, and for its recomputation. `selective`:
+    creates a mode that stores results of operators, and a mode that reuses them; `counting`: a
+    block whose passes change persistent buffers; `deciding`: see [Note: decisions]."""
     forward: AbstractContextManager[Any] = nullcontext()
     again: AbstractContextManager[Any] = nullcontext()
     if selective:
@@ -119,8 +110,8 @@ def _persistent_buffers(block: nn.Module) -> list[tuple[nn.Module, str, torch.Te
 
 
 class _Uncounted:
-    """Context around a recomputation that restores persistent buffers afterwards, so that a batch
-    norm counts each batch once. `inner`: a context to enter within."""
+    """Context around a recomputation, with `inner` in it, that restores persistent buffers
+    afterwards, so that a batch norm counts each batch once."""
 
     def __init__(self, block: nn.Module, inner: AbstractContextManager[Any]) -> None:
         self._block, self._inner = block, inner
@@ -138,86 +129,67 @@ class _Uncounted:
         del self._kept
 
 
-def _selective(compiled: str) -> tuple[TorchDispatchMode, ...]:
+def _selective(compiled: str, again: bool) -> tuple[TorchDispatchMode, ...]:
+    if again:
+        results: list[Any] = []
+
+        def store(func: Any, _types: Any, args: Any, kwargs: Any) -> Any:
+            result = func(*args, **kwargs)
+            results.append(tree_map(lambda x: _VersionWrapper(_detached(x)), result))
+            return result
+
+        return _OperatorMode(_EXPENSIVE, store), _ReuseResults(results)
     modes: tuple[TorchDispatchMode, ...] = create_selective_checkpoint_contexts(_policy)
     if compiled == "whole":  # torch.compile recognises only torch's own modes
         return modes
+    # torch's modes identify operators by counting them. They must not see others, such as FSDP's
+    # gathers in a block, whose number differs between forward and recomputation.
     seen = _EXPENSIVE - _OVERWRITTEN if compiled == "pieces" else _EXPENSIVE
-    return tuple(_FilterOperators(mode, seen) for mode in modes)
-
-
-def _keeping_modes(_compiled: str) -> tuple[TorchDispatchMode, ...]:
-    results: list[Any] = []
-    return _StoreResults(results), _ReuseResults(results)
+    return tuple(_OperatorMode(seen, mode.__torch_dispatch__) for mode in modes)
 
 
 class _OperatorMode(TorchDispatchMode):
-    """Base of the modes that intercept the operators of a block that runs eagerly."""
+    """Calls `handle` for the operators in `seen`, in a block that runs eagerly."""
 
     supports_higher_order_operators = True  # such as flex_attention
+
+    def __init__(self, seen: Collection[str], handle: Any) -> None:
+        super().__init__()
+        self._seen, self._handle = seen, handle
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Return True, so that compiled parts of a block, such as FlexAttention, stay compiled."""
         return True
 
-
-class _StoreResults(_OperatorMode):
-    """Stores the results of _EXPENSIVE operators in `results`, in order."""
-
-    def __init__(self, results: list[Any]) -> None:
-        super().__init__()
-        self._results = results
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if str(func) in _EXPENSIVE:
-            self._results.append(tree_map(lambda x: _VersionWrapper(_detached(x)), result))
-        return result
+        if str(func) in self._seen:
+            return self._handle(func, types, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 class _ReuseResults(_OperatorMode):
-    """Returns the results stored by `_StoreResults` in any number of recomputations of a block,
-    where torch's own mode allows only one."""
+    """Returns stored results in several recomputations, where torch's own mode allows only one."""
 
     def __init__(self, results: list[Any]) -> None:
-        super().__init__()
+        super().__init__(_EXPENSIVE, None)
         self._results = results
 
     def __enter__(self) -> Any:
-        self._left = iter(self._results)
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) not in _EXPENSIVE:
-            return func(*args, **(kwargs or {}))
+        # The handler must not refer to this object: in a cycle, results would not be freed at once.
+        left = iter(self._results)
         # Each recomputation gets its own tensor, because autograd sets metadata on it.
-        return tree_map(lambda x: _detached(x.get_val(False)), next(self._left))
+        self._handle = lambda *_: tree_map(lambda x: _detached(x.get_val(False)), next(left))
+        return super().__enter__()
 
 
 def _detached(value: Any) -> Any:
-    """Detach a tensor, which then shares the version counter of `value`. Other values are returned
-    unchanged."""
+    """Detach a tensor, which keeps its version counter. Other values are returned unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     # Modes exclude this dispatch key, without which a view would get its own version counter.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return value.detach()
-
-
-class _FilterOperators(_OperatorMode):
-    """Passes only the operators in `seen` on to `mode`, one of torch's. That mode identifies
-    operators by counting them, and FSDP's gathers in a block differ in number between forward and
-    recomputation."""
-
-    def __init__(self, mode: Any, seen: Collection[str]) -> None:
-        super().__init__()
-        self._mode, self._seen = mode, seen
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) in self._seen:
-            return self._mode.__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

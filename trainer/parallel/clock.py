@@ -7,8 +7,8 @@ import torch
 
 
 def mark(device: torch.device) -> Any:
-    """Mark the present point in the device's work, without waiting for it. Returns a CUDA event or,
-    on a CPU, the host's clock in seconds."""
+    """Mark the present point in the device's work without waiting for it: a CUDA event or, on a
+    CPU, the host's clock in seconds."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -17,7 +17,6 @@ def mark(device: torch.device) -> Any:
 
 
 def reached(moment: Any) -> bool:
-    """Return whether the device has reached a mark."""
     return isinstance(moment, float) or bool(moment.query())
 
 

@@ -1,14 +1,12 @@
 """Context parallelism: each rank of a group holds a part of every sequence, and attention passes
-keys and values around the group.
-
-Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context". Sequences
-are cut as in Grattafiori et al. 2024, "The Llama 3 Herd of Models".
-
+keys and values around the group (Liu et al. 2023, "Ring Attention with Blockwise Transformers for
+Near-Infinite Context"). Sequences are cut as in Grattafiori et al. 2024, "The Llama 3 Herd of
+Models".
 [Note: ring] A sequence is cut into 2 cp chunks, and rank c holds chunks c and 2 cp - 1 - c: an
-early chunk, which attends to few keys, and a late one, which attends to many. So all ranks compute
-equally much. A rank keeps its queries. Its keys and values go from rank to rank as one message. A
-rank sends the keys that it received last while it computes with them. In backward the sums of the
-keys' gradients travel with the keys, until they are back at the rank of the keys.
+early chunk, which attends to few keys, and a late chunk, which attends to many. So all ranks
+compute equally much. Keys and values go from rank to rank as one message. A rank sends the keys
+that it received last while it computes with them. In backward the sums of the keys' gradients
+travel with the keys, until they are back at the rank of the keys.
 
 The queries of one chunk and the keys of one chunk form a *block*. If both are of the same chunk,
 each document attends to itself, causally. If the keys are of an earlier chunk, at most one document
@@ -32,7 +30,8 @@ from torch import Tensor, nn
 from trainer.data.samples import IGNORED_LABEL
 from trainer.models.attention import Documents
 from trainer.models.decoder import Attention, Decoder
-from trainer.models.loss import on_gpu
+from trainer.models.loss import label_count, on_gpu
+from trainer.parallel.two_way import TwoWayMap
 from trainer.recipe import Recipe, RecipeError
 
 
@@ -65,7 +64,7 @@ def problem_of(model: nn.Module, length: int) -> str | None:
 
 
 def chunks(length: int, cp: int, rank: int) -> tuple[range, range]:
-    """Return the positions of a sequence that a rank holds: two chunks of nearly equal length."""
+    """Return the positions of the two chunks of a sequence that a rank holds."""
     part, more = divmod(length, 2 * cp)
     ends = list(accumulate([part + (n < more) for n in range(2 * cp)], initial=0))
     first, second = rank, 2 * cp - 1 - rank
@@ -80,15 +79,14 @@ class PackedBlock:
     queries: slice
     keys: slice
     query_ends: Tensor
-    """Borders of the ranges of queries, (ranges + 1,) int32, ascending; 0 is the begin of
-    `queries`."""
+    """Borders of the ranges in `queries`, (ranges + 1,) int32, ascending from 0."""
     key_ends: Tensor
     """Borders of the ranges of keys, (ranges + 1,) int32, ascending; 0 is the begin of `keys`."""
     causal: bool
     """Whether a query attends only to keys up to its own position; then the ranges of queries and
     keys are equal."""
     longest: tuple[int, int]
-    """Upper bounds of the number of queries and of keys in a range."""
+    """Upper bounds of the numbers of queries and of keys in a range."""
     pairs: Sequence[tuple[slice, slice]]
     """On a CPU: (queries, keys) of the non-empty ranges. On a GPU: empty."""
 
@@ -108,8 +106,7 @@ def attention_blocks(
         cu_seqlens: document ends in the whole sequences, see `trainer.data.documents`; None without
             documents.
         rows: B.
-        own: chunks of the rank with the queries, see `chunks`.
-        others: chunks of the rank with the keys.
+        own, others: see `chunks`.
         length: T.
         device: device of `cu_seqlens`.
     """
@@ -158,10 +155,10 @@ def attention_blocks(
         )  # fmt: skip
 
 
-def _packed(rows: int, two: tuple[range, range], which: int) -> slice:
-    """Return the range in packed tokens of chunk `which` (0 or 1) of `two`."""
-    start = rows * len(two[0]) * which
-    return slice(start, start + rows * len(two[which]))
+def _packed(rows: int, own: tuple[range, range], which: int) -> slice:
+    """Return the packed tokens of chunk `which` (0 or 1) of a rank with chunks `own`."""
+    start = rows * len(own[0]) * which
+    return slice(start, start + rows * len(own[which]))
 
 
 class Ring:
@@ -169,9 +166,8 @@ class Ring:
 
     Args:
         group: the ranks that hold parts of each sequence.
-        cu_seqlens: document ends in the whole sequences; None without documents.
+        cu_seqlens, device: see `attention_blocks`.
         shape: (B, T).
-        device: device of `cu_seqlens`.
         attend: function of (q, k, v, ring) that computes attention; None: `_RingAttention`.
     """
 
@@ -195,12 +191,10 @@ class Ring:
             list(attention_blocks(cu_seqlens, rows, self.own, every[source], length, device))
             for source in sources
         ]
-        """Blocks of attention computed in each ring step."""
         self.tokens = [rows * sum(map(len, every[source])) for source in sources]
-        """Number of keys in each ring step."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return attention (B, t, N, H) for q (B, t, N, H) and k, v (B, t, K, H)."""
+        """Map q (B, t, N, H) and k, v (B, t, K, H) to attention (B, t, N, H)."""
         return self._attend(q, k, v, self)
 
     def pack(self, x: Tensor) -> Tensor:
@@ -241,8 +235,6 @@ _KEYS, _GRADIENTS = 0, 1
 
 
 class _RingAttention(torch.autograd.Function):
-    """Forward and backward of attention over a ring, see [Note: ring]."""
-
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
         rows, queries = len(q), ring.pack(q)
@@ -309,9 +301,8 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, block: PackedBlock) -> tupl
         out, sums, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, block.query_ends, block.key_ends, *block.longest, 0.0, block.causal, False
         )
-        return out, sums.masked_fill(
-            sums.isposinf(), -torch.inf
-        )  # the kernel returns +inf for queries without keys
+        # The kernel returns +inf for queries without keys.
+        return out, sums.masked_fill(sums.isposinf(), -torch.inf)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out = torch.zeros_like(q)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -357,66 +348,44 @@ def _by_head(*tensors: Tensor) -> list[Tensor]:
 
 
 class ContextParallel:
-    """Calls a model on this rank's part of the sequences of each micro-batch.
-
-    Args:
-        group: the ranks that hold parts of each sequence.
-        compiled: whether blocks are compiled; ring attention stays outside their graphs.
-    """
+    """Calls a model on this rank's part of the sequences of each micro-batch. `group`: the ranks
+    that hold parts of each sequence; `compiled`: whether blocks are compiled, so that ring
+    attention must stay outside their graphs."""
 
     def __init__(self, group: dist.ProcessGroup, compiled: bool = False) -> None:
-        self.group = group
-        """The ranks that hold parts of each sequence. rejoin.py replaces it when this process
-        continues with other ranks."""
+        self.group = group  # rejoin.py replaces it when this process continues with other ranks
         self._attend = torch.compiler.disable(_RingAttention.apply) if compiled else None
 
     def tokens(self, length: int) -> int:
-        """Return the number of tokens that this rank has of a sequence of `length` tokens."""
         cp, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         return sum(map(len, chunks(length, cp, rank)))
 
     def __call__(
         self, module: Callable[..., Any], inputs: Mapping[str, Tensor], **beside: Tensor
     ) -> Any:
-        """Return the model's result for a micro-batch. The loss is equal on all ranks of the group;
-        each rank computes its part of the gradient. A pipeline stage without a head returns hidden
-        states (B, t, D). Called on all ranks.
-
-        Args:
-            module: a `Decoder`, or its wrapper.
-            inputs: arguments of `Decoder.forward`, for the whole sequences with all labels.
-            beside: further arguments of the module.
-        """
+        """Return the result of `module`, a `Decoder` or its wrapper, for a micro-batch. The loss is
+        equal on all ranks of the group; each rank computes its term of the gradient. Called on all
+        ranks. `inputs`: arguments of `Decoder.forward`, for whole sequences."""
         ids, labels = inputs["input_ids"], inputs["labels"]
         shape = (ids.shape[0], ids.shape[1])
         ring = Ring(self.group, inputs.get("cu_seqlens"), shape, ids.device, self._attend)
-        parts = [
-            (ids[:, part.start : part.stop], labels[:, part.start : part.stop]) for part in ring.own
-        ]
-        some, mine = (torch.cat(both, 1) for both in zip(*parts, strict=True))
         # RoPE needs positions in the whole sequence.
         positions = torch.cat(
             [torch.arange(part.start, part.stop, device=ids.device) for part in ring.own]
         )
-        whole = MeansAcrossRanks(
-            self.group,
-            _label_count(mine) / _label_count(labels).clamp(min=1),
-            some.shape[1] / ids.shape[1],
-        )
+        some, mine = (whole.index_select(1, positions) for whole in (ids, labels))
+        of_labels = (mine != IGNORED_LABEL).sum() / label_count(labels)
+        whole = MeansAcrossRanks(self.group, of_labels, some.shape[1] / ids.shape[1])
         return module(
             input_ids=some, labels=mine, positions=positions, documents=Documents("ring", ring),
             whole=whole, **beside,
         )  # fmt: skip
 
 
-def _label_count(labels: Tensor) -> Tensor:
-    return (labels != IGNORED_LABEL).sum()
-
-
 @dataclass(frozen=True)
 class MeansAcrossRanks:
-    """Implements `trainer.models.decoder.WholeSequenceMeans` for a group of ranks that have parts
-    of the same sequences."""
+    """Implements `WholeSequenceMeans` for a group of ranks that have parts of the same sequences.
+    Its methods are called on all ranks of the group."""
 
     group: dist.ProcessGroup
     of_labels: Tensor | float
@@ -425,25 +394,19 @@ class MeansAcrossRanks:
     """Fraction of all tokens that are on this rank."""
 
     def over_labels(self, mean: Tensor) -> Tensor:
-        """Return the mean over the labels of all ranks. `mean`: over the labels of this rank.
-        Called on all ranks."""
-        return _SumWithOwnGradient.apply(mean * self.of_labels, self.group)
+        """Convert a mean over the labels of this rank that count."""
+        return self._sum(mean * self.of_labels)
 
     def over_tokens(self, mean: Tensor) -> Tensor:
-        """Return the mean over the tokens of all ranks. `mean`: over the tokens of this rank.
-        Called on all ranks."""
-        return _SumWithOwnGradient.apply(mean * self.of_tokens, self.group)
+        """Convert a mean over the tokens of this rank."""
+        return self._sum(mean * self.of_tokens)
 
+    def _sum(self, term: Tensor) -> Tensor:
+        """Return the sum of the ranks' terms. Each rank gets the gradient of its own term."""
 
-class _SumWithOwnGradient(torch.autograd.Function):
-    """Sum over the ranks of a group. In backward each rank gets the gradient of its own term."""
+        def over_ranks(x: Tensor) -> Tensor:
+            total = x.clone()
+            dist.all_reduce(total, group=self.group)
+            return total
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+        return TwoWayMap.apply(term, over_ranks, lambda gradient: gradient)

@@ -1,8 +1,5 @@
-"""Replicated parameters: DDP, and ZeRO-1 on top of it.
-
-Gradients are summed over the ranks, not averaged: the loss is already divided by the global number
-of target tokens.
-"""
+"""Replicated parameters: DDP, and ZeRO-1 on top of it. Gradients are summed over the ranks, not
+averaged, because the loss is already divided by the global number of target tokens."""
 
 from collections.abc import Sequence
 
@@ -17,8 +14,7 @@ from checkpointing.format.tensors import local_tensor
 from trainer.models.versions import all_gather_single, ddp_options
 
 BUCKET_BYTES = 25 * 2**20
-"""Largest number of bytes of a bucket: gradients that are reduced, or parameters gathered, in one
-collective."""
+"""Largest number of bytes of a bucket: what one collective reduces or gathers."""
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, sync: bool = False) -> nn.Module:
@@ -27,7 +23,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, sync: bool = False) -> nn.M
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # At least two buckets: a single one would be reduced after backward, without overlap.
     half = sum(parameter.nbytes for parameter in trained) / 2
-    # By this attribute a model declares that a pass may leave parameters without a gradient.
+    # A model with this attribute may leave parameters without a gradient.
     some_unused = getattr(model, "some_unused", False)
     wrapped = DistributedDataParallel(
         model,
@@ -60,7 +56,6 @@ def _settle_buckets(wrapped: DistributedDataParallel, trained: Sequence[nn.Param
     # DDP reassigns buckets after the first backward pass, in the order in which gradients arrived.
     # A gradient's place in a bucket determines the order in which ranks are summed. So on three or
     # more ranks the first step after a restart would round differently from an uninterrupted run.
-    # In this pass gradients arrive from the last parameter to the first.
     def zero_loss(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         return torch.stack([(parameter * 0).sum() for parameter in parameters]).sum()
 
@@ -80,22 +75,18 @@ def _sum_gradients(
 
 class ShardedView:
     """ZeRO-1 (Rajbhandari et al. 2020): each rank's optimizer updates one slice of every parameter.
+    Created on all ranks of `mesh` (1-D), from whole parameters on their final device.
 
     [Note: sharded view] The model keeps whole parameters, and DDP reduces whole gradients. The
     optimizer gets `parameters`: DTensors sharded on dim 0, whose local part is a view of this
     rank's slice, so slices take no memory. `scatter_gradients` sets their gradients to this rank's
     slice of the reduced gradient, also a view. After the optimizer step `gather` copies the other
-    ranks' slices into the whole parameters. It sends a bucket per collective: one collective per
-    parameter took longer to start than to run.
-
-    Args:
-        parameters: the whole parameters by name, on their final device.
-        mesh: 1-D; all its ranks create a view.
+    ranks' slices into the whole parameters, a bucket per collective: one collective per parameter
+    took longer to start than to run.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
-        self._whole = parameters
-        self._mesh = mesh
+        self._whole, self._mesh = parameters, mesh
         self.parameters = {
             name: nn.Parameter(self._shard(whole.detach()), requires_grad=whole.requires_grad)
             for name, whole in parameters.items()
@@ -117,8 +108,7 @@ class ShardedView:
             shard.grad = None if gradient is None else self._shard(gradient)
 
     def _shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return a view of this rank's rows of a tensor, as a DTensor with placement Shard(0). A
-        0-d tensor is returned whole."""
+        """Return a view of this rank's rows of a tensor, as a DTensor; a 0-d tensor whole."""
         if not whole.dim():
             return whole
         per_rank = -(-whole.shape[0] // self._mesh.size())
@@ -134,8 +124,8 @@ class ShardedView:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Copy the slices that all ranks updated into the whole parameters, and drop the slices'
-        gradients. Called on all ranks."""
+        """Copy the ranks' updated slices into the whole parameters, and drop the slices' gradients.
+        Called on all ranks."""
         for names in self._buckets:
             whole = [self._whole[name] for name in names]
             mine = [local_tensor(self.parameters[name]) for name in names]
@@ -145,8 +135,8 @@ class ShardedView:
 
 
 def buckets(sizes: Sequence[int]) -> list[list[int]]:
-    """Group successive tensors of `sizes` bytes into buckets of at most BUCKET_BYTES. A larger
-    tensor has its own bucket. Returns the indices of the tensors in each bucket."""
+    """Return the indices of successive tensors of `sizes` bytes in buckets of BUCKET_BYTES. A
+    larger tensor has its own bucket."""
     result: list[list[int]] = []
     room = 0
     for place, size in enumerate(sizes):

@@ -5,15 +5,11 @@ Lepikhin et al. 2020, "GShard".
 every token to the ranks of the experts that its router chose, and the outputs back: two all-to-alls
 in forward, two in backward. The number of rows per rank is known only after the router, so counts
 are sent first. The host waits for them once per layer and forward pass, because an all-to-all takes
-its sizes from the host. Recomputation reuses the sizes, see [Note: decisions]. Experts have no
-capacity limit, and no token is dropped.
+its sizes from the host. Recomputation reuses the sizes, see [Note: decisions]. No token is dropped.
 
 An expert computes tokens of all `ep` ranks, so its gradient is already a sum over them. FSDP shards
 the expert further over the ranks that hold the same experts, and sums its gradient over only those
 ranks. All other parameters are sharded over all ranks, as without expert parallelism.
-
-Expert modules match the patterns in `Family.stacks`. Each is called with rows (N, D) sorted by
-expert, and the number of rows of each expert (E).
 
 Shapes: N rows, D hidden, E experts, P ranks.
 """
@@ -21,7 +17,6 @@ Shapes: N rows, D hidden, E experts, P ranks.
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainer.models.decisions import decided
 from trainer.parallel.tensor import layout_is_exact, with_local
+from trainer.parallel.two_way import TwoWayMap
 from trainer.recipe import Recipe, RecipeError, Strategy, strategies
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -38,7 +34,6 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 def stacked_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the expert modules of all layers."""
     stacks = getattr(model, "stacks", ())
     return [
         module
@@ -48,13 +43,9 @@ def stacked_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def check_model(model: nn.Module, recipe: Recipe, shards: int) -> None:
-    """Check that the experts divide evenly among the `ep` ranks, and that FSDP can shard each
-    rank's experts over the ranks that hold the same ones. `shards`: number of FSDP shards of each
-    stage.
-
-    Raises:
-        RecipeError: the model has no experts, or their number does not fit.
-    """
+    """Raise RecipeError unless the experts divide evenly among the `ep` ranks, and FSDP can shard
+    each rank's experts over the ranks that hold the same ones. `shards`: number of FSDP shards of
+    each stage."""
     ep = strategies.ep.ranks(recipe.strategy)
     holders = shards * strategies.ranks(recipe.strategy, "layers")
     counts = {len(p) for module in stacked_modules(model) for p in module.parameters()}
@@ -74,8 +65,8 @@ def check_model(model: nn.Module, recipe: Recipe, shards: int) -> None:
 
 def apply(model: nn.Module, mesh: DeviceMesh, _strategy: Strategy) -> list[nn.Module]:
     """Replace the parameters of expert modules by DTensors of this rank's experts, over `mesh`
-    (1-D). Called before FSDP is applied. On a device other than meta, weights must be equal on all
-    ranks. Returns the expert modules."""
+    (1-D), before FSDP. Weights must be equal on all ranks, or on the meta device. Returns the
+    expert modules."""
     experts = stacked_modules(model)
     for module in experts:
         for key, whole in list(module.named_parameters(recurse=False)):
@@ -87,8 +78,7 @@ def apply(model: nn.Module, mesh: DeviceMesh, _strategy: Strategy) -> list[nn.Mo
 
 
 def _with_exchange(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Compute:
-    """Wrap `compute`, the forward function of this rank's experts, so that tokens are sent to the
-    ranks of their experts and the outputs back."""
+    """Make `compute`, this rank's experts, exchange tokens and outputs with the other ranks."""
     ranks = mesh.size()
 
     def exchange_counts(counts: Tensor, rows: int) -> tuple[list[int], list[int], Tensor, Tensor]:
@@ -108,12 +98,14 @@ def _with_exchange(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Com
         group = mesh.get_group()
         # `decided` stores the result, so that recomputation does not wait for the device again.
         sent, received, order, mine = decided(partial(exchange_counts, counts, len(x)))
-        rows = _Exchange.apply(x, sent, received, group)
+        there = partial(_exchange, sent=sent, received=received, group=group)
+        back = partial(_exchange, sent=received, received=sent, group=group)
+        rows = TwoWayMap.apply(x, there, back)
         with with_local(module):
             outputs = compute(rows[order], mine)
         # Outputs are sent back in the order in which rows arrived.
         placed = torch.empty_like(outputs).index_copy(0, order, outputs)
-        return _Exchange.apply(placed, received, sent, group)
+        return TwoWayMap.apply(placed, back, there)
 
     return forward
 
@@ -122,28 +114,13 @@ def _rows(
     counts: Tensor, arriving: Tensor, ranks: int, _of_plan: int
 ) -> tuple[list[int], list[int]]:
     """Return the numbers of rows to each rank and from each rank. Waits for the device. `_of_plan`:
-    number of rows of this rank, which the plan's replacement of this function uses."""
+    number of rows of this rank, for the plan, which replaces this function."""
     sent, received = torch.stack([counts, arriving]).view(2, ranks, -1).sum(dim=-1).tolist()
     return sent, received
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all of rows: sends sent[r] rows to rank r, and receives received[r] rows from rank
-    r."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchange(x, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
-
-
 def _exchange(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send sent[r] rows to each rank r, and return received[r] rows from each rank r."""
     output = x.new_empty((sum(received), *x.shape[1:]))
     dist.all_to_all_single(output, x.contiguous(), received, sent, group=group)
     return output

@@ -5,9 +5,8 @@ largest of the 8-bit format, and rounded. `precision.matmul` names the elements 
 fp8_tensorwise the whole tensor (e4m3 for activations and weights, e5m2 for gradients);
 fp8_rowwise a row or column along which the product sums (e4m3, scales are powers of two); mxfp8 32
 neighbours in such a row or column (e4m3, scales e8m0; Rouhani et al. 2023, "Microscaling Data
-Formats for Deep Learning"). Scales are computed for each product anew, so there is no state:
-checkpoints, optimizer and gradients are as without 8 bits. Products are summed in float32.
-Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
+Formats for Deep Learning"). Scales are computed for each product anew, so there is no state.
+Products are summed in float32 (Micikevicius et al. 2022, "FP8 Formats for Deep Learning").
 """
 
 import shutil
@@ -33,12 +32,11 @@ CAPABILITY: dict[Matmul, tuple[int, int]] = {
     "fp8_tensorwise": (8, 9),
     "mxfp8": (10, 0),
 }
-"""Lowest CUDA compute capability whose tensor cores support the format."""
+"""Format → lowest CUDA compute capability whose tensor cores support it."""
 
 
 def multiple_of(matmul: Matmul) -> int:
-    """Return the number that must divide in_features and out_features: 16 for the kernels, 32 for
-    MX blocks."""
+    """Return the number that must divide a layer's sizes: 32 for MX blocks, else 16 for kernels."""
     return 32 if matmul == "mxfp8" else 16
 
 
@@ -61,14 +59,8 @@ def converted(
 def check_matmul(
     recipe: Recipe, blocks: Sequence[nn.Module], capability: tuple[int, int] | None
 ) -> None:
-    """Refuse a `precision.matmul` that cannot be computed on this machine.
-
-    Args:
-        capability: lowest compute capability of the local GPUs; None: unknown.
-
-    Raises:
-        RecipeError: the GPU, torchao, or a suitable layer is missing.
-    """
+    """Raise RecipeError for a `precision.matmul` whose GPU, torchao, or suitable layers are
+    missing. `capability`: lowest compute capability of the local GPUs; None: unknown."""
     matmul = recipe.precision.matmul
     if matmul is None:
         return
@@ -111,12 +103,8 @@ def capability_here() -> tuple[int, int] | None:
 
 def apply_float8(blocks: Iterable[nn.Module], matmul: Matmul, *, emulate: bool = False) -> None:
     """Make the linear layers of a model's `blocks` compute in 8 bits, in place, before any strategy
-    is applied. Works on the meta device. Parameters keep their values and names.
-
-    Args:
-        matmul: see [Note: scales].
-        emulate: round to 8 bits, but multiply in the original format, which works on any device.
-    """
+    is applied. Works on the meta device. Parameters keep their values and names. `emulate`: round
+    to 8 bits, but multiply in the original format, which works on any device."""
     for parent, name, layer in list(converted(blocks, matmul)):
         setattr(parent, name, _in_8_bits(layer, matmul, emulate))
 
@@ -171,7 +159,7 @@ class MXLinear(nn.Linear):
 def gather_in_8_bits(model: nn.Module) -> None:
     """Make FSDP gather weights in 8 bits, half the bytes of bf16, where a layer has one scale per
     tensor. `model` is sharded, and not on the meta device. One all-reduce before each forward pass
-    computes the scales of all weights."""
+    agrees on the scales of all weights."""
     layers: list[Any] = [
         layer
         for layer in model.modules()
@@ -214,25 +202,15 @@ def gather_in_8_bits(model: nn.Module) -> None:
 
 
 def _received(
-    layer: Any,
-    outputs: tuple[Tensor],
-    scale: tuple[Tensor],
-    dtype: torch.dtype,
-    *,
-    out: Any = None,
+    layer: Any, outputs: tuple[Tensor], scale: tuple[Tensor], dtype: torch.dtype, *, out: Any = None
 ) -> tuple[Tensor, tuple[Tensor]] | None:
-    """Return the weight for the layer's product from the gathered 8-bit shards (FSDP's
-    post-all-gather hook)."""
+    """FSDP's post-all-gather hook: return the weight for the layer's product from 8-bit shards."""
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
     if out is not None:  # FSDP has gathered into the memory of an earlier result
         out._scale = scale[0]
         return None
-    weight = Float8TrainingTensor(
-        outputs[0],
-        scale[0],
-        dtype,
-        layer.linear_mm_config,
-        gemm_input_role=GemmInputRole.WEIGHT,
-    )
-    return weight, outputs
+    role = GemmInputRole.WEIGHT
+    return Float8TrainingTensor(
+        outputs[0], scale[0], dtype, layer.linear_mm_config, gemm_input_role=role
+    ), outputs

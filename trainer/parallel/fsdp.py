@@ -33,15 +33,13 @@ def apply_fsdp(
     experts: Sequence[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
 ) -> list[nn.Module]:
-    """Shard `model` in place over `mesh` (dp_replicate, dp_shard, or dp_shard alone): one unit per
-    block and one for the rest of the model. Each of `experts` is a unit over `expert_mesh`. A block
-    that shares a parameter with other parts of the model is no unit of its own: it belongs to the
-    unit of the rest. Returns the blocks that are units.
+    """Shard `model` in place over `mesh` (dp_replicate, dp_shard, or dp_shard alone), also on the
+    meta device: one unit per block and one for the rest of the model. Each of `experts` is a unit
+    over `expert_mesh`. Returns the blocks that are units, see `without_ties`.
 
-    Works on the meta device. Parameters are gathered in `dtype`. Gradients are reduced in float32,
+    Parameters are gathered in `dtype`. Gradients are reduced in float32 (in exact mode in float64),
     and summed, not averaged, because the loss is already divided by the global number of target
-    tokens. In exact mode gradients are rounded to a grid (`trainer.optim.exact`) and reduced in
-    float64.
+    tokens.
     """
     offloading = OffloadPolicy()
     if offload.used(recipe.strategy):
@@ -50,7 +48,7 @@ def apply_fsdp(
         offloading = CPUOffloadPolicy(pin_memory=pin)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype,
-        # In exact mode gradients lie on a grid, whose sums in float64 are exact in any order.
+        # Sums of exact mode's gradients, which lie on a grid, are exact in float64.
         reduce_dtype=torch.float64 if exact.used(recipe) else torch.float32,
         # Activations between blocks are in `dtype` already; float32 inputs, such as rotary tables,
         # must stay float32.
@@ -69,7 +67,12 @@ def apply_fsdp(
             reshard_after_forward=free and unit is not model,
         )
     if gathers_ahead_on_cpu(recipe, mesh.device_type):
-        _gather_ahead([model, *blocks])
+        # In forward FSDP gathers each block while the root or the previous block computes.
+        ordered = cast("Sequence[FSDPModule]", [model, *blocks])
+        for current, following in pairwise(ordered):
+            current.set_modules_to_forward_prefetch([following])
+        # Gathers run in the background. Set on the root, this holds for all units.
+        ordered[0]._set_unshard_async_op(True)
     if exact.used(recipe):
         for unit in (*blocks, model):
             unit.register_forward_pre_hook(torch.compiler.disable(sum_uses_in_reduced_dtype))
@@ -85,8 +88,8 @@ def apply_fsdp(
 
 
 def without_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the blocks that share no parameter with other parts of the model. FSDP would untie
-    weights that belong to two units. A block may occur under several names."""
+    """Return the blocks that share no parameter with other parts of the model, because FSDP would
+    untie weights that belong to two units. A block may occur under several names."""
 
     def uses(part: nn.Module) -> Counter[nn.Parameter]:
         return Counter(parameter for _, parameter in part.named_parameters(remove_duplicate=False))
@@ -101,8 +104,8 @@ def without_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Modul
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is an FSDP shard, not gathered. Parameters of tensor parallelism
-    are DTensors even when gathered, but only over their tp ranks."""
+    """Return whether a parameter is an FSDP shard, not gathered. With tensor parallelism gathered
+    parameters are DTensors too, but only over their tp ranks."""
     return isinstance(parameter, DTensor) and SHARD in (parameter.device_mesh.mesh_dim_names or ())
 
 
@@ -115,19 +118,9 @@ def gathers_ahead_on_cpu(recipe: Recipe, device_type: str) -> bool:
     return device_type == "cpu" and not to_disk and not recipe.model.factory
 
 
-def _gather_ahead(units: Sequence[nn.Module]) -> None:
-    """Make FSDP gather each unit in forward while the previous unit computes. `units` are the whole
-    model, then its blocks in the order of forward."""
-    ordered = cast("Sequence[FSDPModule]", units)
-    for unit, ahead in pairwise(ordered):
-        unit.set_modules_to_forward_prefetch([ahead])
-    # Gathers run in the background. Set on the root, this holds for all units.
-    ordered[0]._set_unshard_async_op(True)
-
-
 def prepare_backward(model: nn.Module, last: bool, recipe: Recipe) -> None:
-    """Configure FSDP for the next backward pass: it reduces gradients if it is the `last` of the
-    step, or if the recipe reduces in every pass."""
+    """Make FSDP reduce gradients in the next backward pass if that is the `last` of the step, or if
+    the recipe reduces in every pass."""
     every_pass = recipe.strategy.reduce_every_pass
     for unit in fsdp_units(model):
         # Weights that forward left gathered stay gathered for the next pass. Otherwise FSDP would
@@ -139,13 +132,12 @@ def prepare_backward(model: nn.Module, last: bool, recipe: Recipe) -> None:
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
-    """Return the FSDP units of a model: modules whose parameters are gathered and reduced
-    together."""
+    """Return the modules whose parameters FSDP gathers and reduces together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def fsdp_groups(model: nn.Module) -> Iterator[Any]:
-    """Yield FSDP's parameter groups, each of which is gathered by one collective."""
+    """Yield FSDP's parameter groups. Each is gathered by one collective."""
     for unit in fsdp_units(model):
         yield from unit._get_fsdp_state()._fsdp_param_groups
 

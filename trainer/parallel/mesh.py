@@ -1,9 +1,6 @@
-"""The device mesh: all ranks along named dimensions.
-
-The mesh has only the dimensions that the strategy uses, because each costs time at the start: torch
-creates process groups one after the other. With gloo each group also has a thread that wakes a
-hundred times a second.
-"""
+"""The device mesh: all ranks along named dimensions. It has only the dimensions that the strategy
+uses, because torch creates process groups one after the other at the start, and each gloo group has
+a thread that wakes a hundred times a second."""
 
 import math
 from dataclasses import dataclass
@@ -23,10 +20,9 @@ REPLICATE, PIPELINE, SHARD = "dp_replicate", "pp", "dp_shard"
 LAYERS = tuple(module.KEYS[0] for module in dividing("layers"))
 EXPERT_SHARD, EXPERT = "ep_shard", "ep"
 """Names of mesh dimensions, outermost first: REPLICATE over replicas of the model, PIPELINE over
-pipeline stages, SHARD over FSDP shards, then in reverse LAYERS over ranks that compute each layer
-together, which are neighbours. A second mesh, for experts, has in place of SHARD and LAYERS the
-dimensions EXPERT_SHARD, over ranks that hold the same experts, and EXPERT, over neighbours that
-together hold all experts."""
+pipeline stages, SHARD over FSDP shards, and LAYERS over ranks that compute each layer together. A
+second mesh, for experts, has in place of SHARD and LAYERS the dimensions EXPERT_SHARD, over ranks
+that hold the same experts, and EXPERT, over ranks that together hold all experts."""
 CONTEXT = "cp"
 """Name of the groups of context parallelism (rings). They are no dimension of the mesh, because
 FSDP treats their ranks as data-parallel ranks."""
@@ -44,41 +40,35 @@ class Mesh:
     group: dist.ProcessGroup
     """The process group of all ranks."""
     holders: int
-    """Number of ranks of this rank's pipeline stage, over which its parameters are distributed."""
+    """Number of ranks that hold parameters of this rank's pipeline stage."""
     place: int = 0
-    """Index of this rank among the ranks that compute its share together; 0 is on the last
-    pipeline stage."""
+    """Index of this rank among the ranks of its share; 0 is on the last stage, with the loss."""
     together: int = 1
     """Number of ranks that compute a share together: tp x cp x pp."""
     experts: DeviceMesh | None = None
     """The mesh for experts; None without expert parallelism."""
     ring: dist.ProcessGroup | None = None
-    """The ranks that have parts of the same sequences, in order; None without context
-    parallelism."""
+    """The ranks that have parts of the same sequences; None without context parallelism."""
 
     @property
     def counts(self) -> bool:
-        """Whether this rank adds values of its share, such as the loss, to sums over all ranks. One
-        of the ranks that compute a share together does."""
+        """Whether this rank adds values of its share, such as the loss, to sums over all ranks: the
+        first of the ranks that compute a share together."""
         return self.place == 0
 
     @property
     def witness(self) -> int:
         """Factor by which this rank multiplies its digest of samples before the sum over all ranks.
-
-        Over the ranks that compute a share together, the factors sum to 1, so the digest of a step
-        does not depend on their number. All factors differ, and none is 0. So the sum changes if
-        one of these ranks read other samples, or swapped them with a rank of another share.
-        """
+        The factors of the ranks that compute a share together sum to 1, so the digest of a step
+        does not depend on their number. All differ, and none is 0. So the sum changes if one of
+        these ranks read other samples, or swapped them with a rank of another share."""
         return 2 * self.place or 1 - self.together * (self.together - 1)
 
     def dimension(self, name: str) -> DeviceMesh:
-        """Return the 1-D mesh of a dimension. EXPERT is looked up in the mesh for experts."""
         return self.experts[name] if self.experts and name == EXPERT else self.device_mesh[name]
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """The mesh over the data-parallel dimensions."""
         names = self.device_mesh.mesh_dim_names or ()
         shared = tuple(name for name in names if name not in (PIPELINE, *LAYERS))
         return self.device_mesh if shared == names else self.device_mesh[shared]
@@ -103,12 +93,11 @@ class Mesh:
         return of_stages
 
     def merged(self, *by_name: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return each dictionary (by parameter name) with the entries of all pipeline stages.
-        Called on all ranks."""
+        """Return each dictionary with the entries of all pipeline stages. Called on all ranks."""
         if PIPELINE not in (self.device_mesh.mesh_dim_names or ()):
             return [*by_name]
         group = self.device_mesh[PIPELINE].get_group()
-        # One exchange for all dictionaries, since each costs a round trip between the stages.
+        # One exchange for all, because each costs a round trip between the stages.
         of_stages: list[list[dict[str, Any]]] = exchange([*by_name], group.size(), group)
         return [
             {name: value for part in parts for name, value in part.items()}
@@ -117,14 +106,14 @@ class Mesh:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's caches of sharding decisions. If this process has a new rank, they would
-    return meshes of the old world, which compare equal but name other groups."""
+    """Clear DTensor's caches of sharding decisions. In a process with a new rank they would return
+    meshes of the old world, which compare equal but name other groups."""
     _clear_sharding_prop_cache()
 
 
 def replica_ranks(recipe: Recipe) -> int:
-    """Return the number of ranks of one replica of the model, as far as the recipe alone determines
-    it. Each possible world size is a multiple of it."""
+    """Return the number of ranks of a replica of the model, as far as the recipe alone determines
+    it. Each possible world size is a multiple."""
     strategy = recipe.strategy
     sharing = math.lcm(ranks_of(strategy, "sequences"), sharding.fixed_group(recipe))
     of_stage = math.lcm(ranks_of(strategy, "layers") * sharing, ranks_of(strategy, "experts"))
@@ -132,8 +121,8 @@ def replica_ranks(recipe: Recipe) -> int:
 
 
 def least_nodes(recipe: Recipe, nodes: int, ranks: int) -> int:
-    """Return the least number of nodes, at least `nodes`, whose ranks form whole replicas. `ranks`:
-    number of ranks per node."""
+    """Return the least number of nodes, at least `nodes`, with `ranks` ranks each, whose ranks form
+    whole replicas."""
     replica = replica_ranks(recipe)
     together = replica // math.gcd(replica, ranks)
     return math.ceil(nodes / together) * together
@@ -141,12 +130,8 @@ def least_nodes(recipe: Recipe, nodes: int, ranks: int) -> int:
 
 def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[int, int]:
     """Return (number of replicas, number of FSDP shards of each stage). Ranks of context
-    parallelism count as shards or replicas: they hold parameters as data-parallel ranks do.
-
-    Raises:
-        RecipeError: the world does not divide into shard groups or stages, or a node into groups of
-            tp x cp ranks.
-    """
+    parallelism count as shards or replicas, because they hold parameters as data-parallel ranks do.
+    Raises RecipeError if the world or a node does not divide into the groups of the strategy."""
     strategy = recipe.strategy
     used = {
         module.KEYS[0]: module.ranks(strategy)
@@ -201,17 +186,13 @@ class GroupShape(NamedTuple):
 
 
 def groups_of(recipe: Recipe, world_size: int, local_world_size: int) -> dict[str, GroupShape]:
-    """Return the shapes of the groups that each rank belongs to, by dimension.
-
-    Raises:
-        RecipeError: the world cannot be divided, see `mesh_shape`.
-    """
+    """Return the shapes of the groups that each rank belongs to, by dimension. Raises RecipeError
+    if the world cannot be divided, see `mesh_shape`."""
     replicas, shards = mesh_shape(recipe, world_size, local_world_size)
     groups, stride = {}, 1
     for module in dividing("layers", "sequences"):
         groups[module.KEYS[0]] = GroupShape(module.ranks(recipe.strategy), stride)
         stride *= module.ranks(recipe.strategy)
-    # Ranks that divide sequences count as shards.
     layer, pp = ranks_of(recipe.strategy, "layers"), ranks_of(recipe.strategy, "stages")
     return {
         **groups,
@@ -237,8 +218,7 @@ def placement(recipe: Recipe, world_size: int, local_world_size: int) -> str:
 
 
 def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
-    """Return whether FSDP distributes the parameters. Otherwise DDP replicates them, with or
-    without ZeRO-1."""
+    """Return whether FSDP distributes the parameters; otherwise DDP replicates them."""
     strategy, pp = recipe.strategy, ranks_of(recipe.strategy, "stages")
     alone, rounded = world_size == pp, recipe.precision.master != "fp32"
     # These features need FSDP. For instance, it sums partial gradients of tp.
@@ -253,9 +233,8 @@ def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
 
 def build_mesh(recipe: Recipe, world: World) -> Mesh:
     """Build the mesh of all ranks: (REPLICATE,) for DDP and for a single rank; (SHARD,) for FSDP;
-    (REPLICATE, SHARD) for FSDP with replicas. PIPELINE comes before SHARD, LAYERS after it. The
-    ranks of a pipeline, a tensor-parallel group or a ring have the same share of the global batch.
-    Called on all ranks."""
+    (REPLICATE, SHARD) for FSDP with replicas. PIPELINE comes before SHARD, LAYERS after it. Called
+    on all ranks."""
     strategy, rank = recipe.strategy, world.rank
     groups = groups_of(recipe, world.world_size, world.local_world_size)
     sizes = {name: group.size for name, group in groups.items()}
@@ -263,9 +242,8 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
     by_fsdp = is_sharded_by_fsdp(recipe, world.world_size)
 
     def over(*names: str, always: str) -> DeviceMesh:
-        """Create a mesh of those dimensions in `names` that have several ranks, and of `always`."""
-        # With a REPLICATE dimension of size 1, FSDP would all-reduce each gradient separately, and
-        # keep it until backward ends.
+        # Only dimensions of several ranks: with a REPLICATE dimension of size 1, FSDP would
+        # all-reduce each gradient separately, and keep it until backward ends.
         used = tuple(name for name in names if sizes[name] > 1 or name == always)
         shape = tuple(sizes[name] for name in used)
         return init_device_mesh(world.device.type, shape, mesh_dim_names=used)
@@ -274,7 +252,7 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
     mesh = over(*names, always=SHARD if by_fsdp else REPLICATE)
     group = dist.group.WORLD
     assert group  # init_device_mesh has created the default group
-    ring: Any = None  # Any, because new_group returns a number on ranks outside of the group
+    ring: Any = None
     size, stride = groups[CONTEXT]
     if size > 1:
         first = rank - places[CONTEXT] * stride
@@ -287,9 +265,7 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
         sizes[EXPERT_SHARD] = sizes[SHARD] * ranks_of(strategy, "layers") // sizes[EXPERT]
         experts = over(REPLICATE, PIPELINE, EXPERT_SHARD, EXPERT, always=EXPERT_SHARD)
     # Ranks of a ring compute one share together.
-    share = places[REPLICATE] * sizes[SHARD] + places[SHARD]
-    share //= ranks_of(strategy, "sequences")
-    # Place 0 is on the last stage, which computes the loss.
+    share = (places[REPLICATE] * sizes[SHARD] + places[SHARD]) // ranks_of(strategy, "sequences")
     of_stage = ranks_of(strategy, "layers", "sequences")
     place = (sizes[PIPELINE] - 1 - places[PIPELINE]) * of_stage + rank % of_stage
     of_share = together(strategy)

@@ -7,12 +7,10 @@ checkpoints see ordinary CPU tensors; the kernel's page cache holds what fits in
 The optimizer updates the file in portions, which are read into buffers: while one portion is
 updated, one thread reads the next and another thread writes the previous. Moments, which only the
 update uses, bypass the page cache (O_DIRECT). This takes half the time and a fifth of the CPU time
-that mapped memory takes. Weights and gradients stay in the cache as far as memory allows, because
-forward and backward use them. They are flushed as soon as they are written, so that the kernel
-finds clean pages when it needs memory.
+that mapped memory takes. Weights and gradients are flushed as soon as they are written, so that the
+kernel finds clean pages when it needs memory.
 
 The file has no name. So its space is freed however the process ends, and nothing else can read it.
-Only checkpoints outlive a process.
 """
 
 import ctypes
@@ -28,14 +26,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from checkpointing.format.tensors import local_tensor
+from trainer.optim.formats import placed
 from trainer.recipe import RecipeError
 
 PORTION_BYTES = 8 << 20
-"""Largest number of bytes of weights in a portion of the update, a multiple of the page size. A
-buffer also holds as many bytes of gradients and of each moment."""
+"""Largest number of bytes of weights in a portion of the update, a multiple of the page size."""
 BUFFERS = 3
 """Number of buffers: one is read into, one is updated, one is written to the file."""
 WRITES_AHEAD = 4
@@ -47,16 +44,9 @@ _libc = ctypes.CDLL(None, use_errno=True)  # ctypes releases the GIL during a ca
 
 
 class OffloadFile:
-    """A file of this rank that holds tensors, see [Note: offload file].
-
-    Args:
-        directory: a directory on a local disk; created if missing.
-        nbytes: size of the file, see `bytes_needed`.
-        moments: names of the optimizer's moments.
-
-    Raises:
-        RecipeError: the disk has no room, or the directory cannot be written.
-    """
+    """A file of this rank, of `nbytes` bytes, that holds tensors, see [Note: offload file].
+    `directory`: on a local disk, created if missing; `moments`: names of the optimizer's moments.
+    Raises RecipeError if the disk has no room, or the directory cannot be written."""
 
     def __init__(self, directory: str, nbytes: int, moments: Sequence[str]) -> None:
         try:
@@ -71,8 +61,8 @@ class OffloadFile:
                 f"strategy.offload_directory: {directory} cannot take the {nbytes / 1e9:.2f} GB of "
                 f"this rank: {error.strerror}; make room, or name another directory"
             ) from error
-        # Make malloc return freed blocks of 1 MiB and more to the kernel. By default it would keep
-        # the memory of FSDP's gathers and reductions: a fifth of this process's memory.
+        # Make malloc return freed blocks of 1 MiB and more to the kernel. By default it keeps the
+        # memory of FSDP's gathers and reductions: a fifth of this process's memory.
         _libc.mallopt(_MMAP_THRESHOLD, 1 << 20)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0
@@ -84,8 +74,7 @@ class OffloadFile:
         """Buffers of the present update that no thread uses."""
 
     def zeros_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return zeros in the file, with shape, dtype and placement of `tensor`, which may be on
-        the meta device."""
+        """Return zeros in the file, like `tensor`, which may be on the meta device."""
         local = local_tensor(tensor)
         if local.numel():
             start, self._used = self._used, self._used + _pages(local.nbytes)
@@ -93,23 +82,17 @@ class OffloadFile:
             zeros = region.view(local.dtype).view(local.shape)
         else:
             zeros = torch.zeros_like(local, device="cpu")  # an empty shard needs no file
-        if not isinstance(tensor, DTensor):
-            return zeros
-        # DTensor.from_local would move the zeros to the mesh's device.
-        return DTensor(zeros, tensor._spec, requires_grad=False)
+        return placed(zeros, tensor)
 
     @torch.no_grad()
     def take_weights(self, model: nn.Module, device: torch.device) -> None:
         """Move the parameters of a sharded model into the file, and its buffers on the meta device
-        to `device`. Values are kept, except on the meta device.
-
-        A shard that is shorter than those of other ranks stays in memory, because FSDP pads it in
-        its own memory. Its gradient and optimizer state are in the file.
-        """
+        to `device`. A shard that is shorter than those of other ranks stays in memory, because FSDP
+        pads it in its own memory. Its gradient and optimizer state are in the file."""
         waiting = set(model.parameters())
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            # True for buffers, and for tied weights that were moved before.
+            # Buffers, and tied weights that were moved before.
             if not isinstance(tensor, nn.Parameter) or tensor not in waiting:
                 return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
             waiting.remove(tensor)
@@ -120,7 +103,6 @@ class OffloadFile:
 
     def take_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Register hooks that move each gradient into the file once backward has reduced it."""
-
         gradients = {p: self.zeros_like(p) for p in parameters if p.requires_grad}
 
         @torch.no_grad()
@@ -130,15 +112,16 @@ class OffloadFile:
             if fresh is not None and fresh is not kept:
                 local_tensor(kept).copy_(local_tensor(fresh))
                 parameter.grad = kept
-            self._submit(self._flush, _bytes(kept))
+            self._writes.append(self._writer.submit(self._flush, _bytes(kept)))
+            while len(self._writes) > WRITES_AHEAD:
+                self._writes.popleft().result()
 
         for parameter in gradients:
             parameter.register_post_accumulate_grad_hook(move)
 
     def read_ahead(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """Register hooks that, while a block computes, read from the disk the weights that FSDP
-        gathers next. `blocks` are FSDP's units in the order of forward; `model` is the root
-        unit."""
+        """Register hooks that, while a block computes, read the weights that FSDP gathers next.
+        `blocks` are FSDP's units in the order of forward; `model` is the root unit."""
 
         @torch.compiler.disable  # otherwise compiled blocks would trace this hook
         def read(number: int) -> None:
@@ -155,21 +138,20 @@ class OffloadFile:
             module.register_forward_pre_hook(lambda *_: read(in_forward))
             module.register_forward_hook(after)
 
-        # While a block runs backward, FSDP itself gathers block number - 1, so block number - 2 is
-        # read.
+        # While a block runs backward, FSDP already gathers the block before it, so the block before
+        # that is read.
         hook(model, 0, len(blocks) - 2)
         for number, block in enumerate(blocks):
             hook(block, number + 1, number - 2)
 
     def portions(self, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
         """Yield the optimizer's parameter groups in portions. The caller updates each portion
-        before it requests the next; after the last, all parameters are updated. The update must be
-        elementwise, and the state of a parameter must consist of a step count and moments.
+        before it requests the next. The update must be elementwise, and the state of a parameter
+        must consist of a step count and moments.
 
-        A portion holds copies in memory, with gradients and state, of a parameter of the file or of
-        a range of its elements. The caller may change gradients. A range begins at
-        a multiple of the page size, so vector instructions process the same groups of elements as
-        in the whole parameter.
+        A portion holds copies in memory, with gradients and state, of parameters of the file or of
+        ranges of their elements. A range begins at a multiple of the page size, so vector
+        instructions process the same groups of elements as in the whole parameter.
         """
         groups = optimizer.param_groups
         portions = list(_cut(groups))
@@ -223,7 +205,7 @@ class OffloadFile:
                 place = part.of(part.parameter)
                 self._flush(place.copy_(weight))
         finally:
-            # Even after an error, because `portions` waits for free buffers.
+            # Even after an error, because `portions` waits for a free buffer.
             self._buffers.put(buffer)
 
     def _transfer(
@@ -237,21 +219,13 @@ class OffloadFile:
         while done < length:
             done += call(self._direct, [data[done:]], offset + done)
 
-    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Submit work to the writer thread, and wait until at most WRITES_AHEAD writes are
-        unfinished."""
-        self._writes.append(self._writer.submit(work, *arguments))
-        while len(self._writes) > WRITES_AHEAD:
-            self._writes.popleft().result()
-
     def _fetch(self, place: torch.Tensor) -> None:
         """Make the kernel read the pages of `place` that are not in memory."""
         if self._contains(place):
             _libc.madvise(*_extent(place), mmap.MADV_WILLNEED)
 
     def _flush(self, place: torch.Tensor) -> None:
-        """Write mapped memory to the disk, and drop it from the cache; a later use reads it
-        again."""
+        """Write mapped memory to the disk, and drop it from memory."""
         if not self._contains(place):
             return
         if _libc.msync(*_extent(place), _WRITE_AND_WAIT):
@@ -266,8 +240,7 @@ class OffloadFile:
 
 @dataclass(frozen=True)
 class _FilePart:
-    """Bytes `start` to `stop` of a parameter's tensors, and the position of these bytes in a
-    buffer."""
+    """Bytes `start` to `stop` of a parameter's tensors, at `position` in the rows of a buffer."""
 
     parameter: nn.Parameter
     group: dict[str, Any]
@@ -286,8 +259,7 @@ class _FilePart:
         return buffer[:, self.position : self.position + self.stop - self.start]
 
     def in_memory(self, buffer: torch.Tensor, state: Any, names: Sequence[str]) -> nn.Parameter:
-        """Create a parameter over the part's bytes in a buffer, with gradient and optimizer
-        state. `names`: names of the moments."""
+        """Create a parameter over the part's bytes in a buffer. `names`: names of the moments."""
         weight, gradient, *moments = self.rows(buffer).view(self.parameter.dtype)
         parameter = nn.Parameter(weight)
         parameter.grad = gradient
@@ -328,7 +300,6 @@ def copies(moments: Sequence[str]) -> int:
 
 
 def bytes_needed(parameters: Iterable[nn.Parameter], moments: Sequence[str]) -> int:
-    """Return the size of an OffloadFile for this rank's parameters, in bytes."""
     return sum(
         _pages(local_tensor(p).nbytes) * (copies(moments) if p.requires_grad else 1)
         for p in parameters
@@ -336,7 +307,6 @@ def bytes_needed(parameters: Iterable[nn.Parameter], moments: Sequence[str]) -> 
 
 
 def _open_direct(descriptor: int) -> int:
-    """Open the file of `descriptor` again, with O_DIRECT if the filesystem supports it."""
     path = f"/proc/self/fd/{descriptor}"
     try:
         return os.open(path, os.O_RDWR | os.O_DIRECT)
@@ -345,7 +315,6 @@ def _open_direct(descriptor: int) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor as a flat view of bytes."""
     return local_tensor(tensor).reshape(-1).view(torch.uint8)
 
 
@@ -355,5 +324,4 @@ def _extent(place: torch.Tensor) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
 
 
 def _pages(nbytes: int) -> int:
-    """Round `nbytes` up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,20 +1,19 @@
 """`ParallelModel`: a model with its strategy applied, for the training loop, saves and loads."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing.format.layout import TensorMeta
 from checkpointing.format.peft import is_part, name_in_file
 from checkpointing.format.tensors import local_tensor
 from trainer.models.stacks import apart
-from trainer.optim.formats import Format
+from trainer.optim.formats import Format, placed
 from trainer.optim.saved_state import own_state, own_targets
 from trainer.parallel.ddp import ShardedView
 from trainer.parallel.fsdp import prepare_backward
@@ -27,18 +26,16 @@ if TYPE_CHECKING:
     from trainer.parallel.pipeline import Pipeline
 
 KEPT = "optimizer"
-"""Key in a saved trainer state. Its value maps FQNs to the parts of the optimizer's state that are
-JSON, see saved_state.py."""
+"""Key in a saved trainer state, of the optimizer's JSON by FQN, see saved_state.py."""
 
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A model with its strategy applied. Parameters are keyed by FQNs, which are equal under all
-    strategies."""
+    """A model with its strategy applied. FQNs of parameters are equal under all strategies."""
 
     module: nn.Module
-    """The model, or its DDP wrapper, to be called. In a pipeline a container of this rank's stages,
-    which only `run` can call."""
+    """The model, or its DDP wrapper. In a pipeline a container of this rank's stages, which only
+    `run` can call."""
     parameters: dict[str, nn.Parameter]
     """The parameters of the forward pass: whole tensors, or DTensors. Tied weights appear once."""
     buffers: Callable[[], dict[str, torch.Tensor]]
@@ -52,24 +49,22 @@ class ParallelModel:
     autocast: Callable[[], Any]
     draw_weights: Callable[[], None]
     """Sets random initial values of parameters and buffers, unless the user's model came with
-    values. Slow for large models, so it is called only if no weights are loaded. With an adapter it
-    sets A and B only."""
+    values; with an adapter only of A and B. Slow for large models, so it is called only if no
+    weights are loaded."""
     share_buffers: Callable[[], None]
-    """Copies the persistent buffers of the first replica to all others, because each replica's
-    forward passes have changed its own. Called on all ranks."""
+    """Copies the persistent buffers of the first replica to the other replicas, whose forward
+    passes have changed their own. Called on all ranks."""
     pipeline: "Pipeline | None" = None
     """Computes this rank's pipeline stages; None: this rank has all layers."""
     context: "ContextParallel | None" = None
     """Computes this rank's part of each sequence; None: this rank computes whole sequences."""
     stacks: Sequence[str] = ()
-    """Patterns of modules whose parameters checkpoints store row by row, see
-    `Decoder.stacks_apart`."""
+    """See `Decoder.stacks_apart`."""
     draws: bool = False
     """Whether a training pass may draw random numbers."""
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Call the model on one micro-batch, and return the `means` of its result. Called on all
-        ranks."""
+        """Return the `means` of the model's result for a micro-batch. Called on all ranks."""
         with self.autocast():
             if self.context:
                 return means(self.context(self.module, inputs))
@@ -80,11 +75,7 @@ class ParallelModel:
         return means(result)
 
     def run(
-        self,
-        inputs: Sequence[Mapping[str, torch.Tensor]],
-        *,
-        train: bool,
-        reduce: bool = True,
+        self, inputs: Sequence[Mapping[str, torch.Tensor]], *, train: bool, reduce: bool = True
     ) -> Iterator[ForwardPass]:
         """Yield the forward passes of a step in the strategy's order. The caller calls each before
         it requests the next. If `train`, backward passes run in between. Called on all ranks.
@@ -96,7 +87,7 @@ class ParallelModel:
             inputs: the micro-batches of this rank.
             train: whether to run backward.
             reduce: whether gradients are summed over the ranks in the last pass. Must be True in a
-                pipeline, which always sums them.
+                pipeline.
         """
         if self.pipeline:
             yield from self.pipeline.run(inputs, train)
@@ -113,8 +104,7 @@ class ParallelModel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context with all modules in eval mode. Afterwards each module has its former mode again,
-        because a user may train with some modules in eval mode."""
+        """Context with all modules in eval mode. Restores each module's own mode afterwards."""
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         try:
@@ -125,32 +115,31 @@ class ParallelModel:
 
     @property
     def beside_loss(self) -> Sequence[str]:
-        """Names, in order, of the scalars beside the loss that the last pipeline stage returns; ()
-        without a pipeline."""
+        """Names of the scalars beside the loss that the last pipeline stage returns; () without a
+        pipeline."""
         return self.pipeline.beside_loss if self.pipeline else ()
 
     @contextmanager
     def _accumulate(self, last: bool) -> Iterator[None]:
-        """Context around forward and backward of one pass; gradients are reduced if it is the
-        `last` of a step."""
-        with ExitStack() as stack:
-            if isinstance(self.module, DistributedDataParallel):
-                if not last:
-                    stack.enter_context(self.module.no_sync())
-            else:
-                prepare_backward(self.module, last, self.recipe)
-            yield
+        """Context around forward and backward of a pass; the `last` of a step reduces gradients."""
+        if not isinstance(self.module, DistributedDataParallel):
+            prepare_backward(self.module, last, self.recipe)
+        elif not last:
+            with self.module.no_sync():
+                yield
+            return
+        yield
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of a checkpoint, by name: parameters and persistent buffers; with an adapter
-        only trained parameters, by PEFT's names."""
+        """The tensors of a checkpoint by name: parameters and persistent buffers; with an adapter
+        only trained parameters, with PEFT's names."""
         return self._in_files(self.buffers())
 
     @property
     def saved(self) -> dict[str, torch.Tensor]:
-        """Return `tensors` for a save, with copies of the buffers, because the next forward pass
-        may change buffers before the save has copied them. Parameters do not change before."""
+        """`tensors` for a save, with copies of the buffers, because the next forward pass may
+        change buffers before the save has copied them. Parameters change only later."""
         return self._in_files({name: buffer.clone() for name, buffer in self.buffers().items()})
 
     def _in_files(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -178,15 +167,14 @@ class ParallelModel:
 
     @property
     def trained(self) -> frozenset[str]:
-        """Names in `tensors` of trained parameters, which must be finite. Buffers and frozen
-        parameters may hold infinity, as masks do."""
+        """Names in `tensors` of trained parameters. These must be finite, whereas buffers and
+        frozen parameters may hold infinity, as masks do."""
         if self.recipe.model.adapter:
             return frozenset(self.tensors)
         trained = {name: one for name, one in self.parameters.items() if one.requires_grad}
         return frozenset(apart(trained, self.stacks))
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """Return the tensors of the optimizer's state, by name."""
         return self.kept_by(optimizer)[0]
 
     def kept_by(
@@ -196,23 +184,15 @@ class ParallelModel:
         kept = own_state(optimizer, self.optimized)
         return apart(kept.tensors, self.stacks), kept.trees
 
-    def targets_of(self, optimizer: torch.optim.Optimizer) -> "StateTargets":
-        """Return a function of a saved state, which returns the tensors into which to load it."""
-        return StateTargets(self, optimizer)
-
     def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return zeros like `parameter` for optimizer state, in memory or in the offload file."""
         if self.file:
             return self.file.zeros_like(parameter)
-        zeros = torch.zeros_like(local_tensor(parameter))
-        if not isinstance(parameter, DTensor):
-            return zeros
         # zeros_like of a DTensor would first derive, for each shape, how its result is sharded.
-        return DTensor(zeros, parameter._spec, requires_grad=False)
+        return placed(torch.zeros_like(local_tensor(parameter)), parameter)
 
     def portions(self, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
-        """Yield the optimizer's parameter groups, each time with as many parameters as fit in
-        memory (a portion); without an offload file, all at once."""
+        """Yield the parameter groups in the portions of an offload file, or all at once."""
         return self.file.portions(optimizer) if self.file else iter([optimizer.param_groups])
 
     @property
@@ -230,19 +210,18 @@ class ParallelModel:
             self.sharded_view.scatter_gradients()
 
     def publish_weights(self) -> None:
-        """Copy the updated `optimized` tensors to the whole parameters. Called on all ranks."""
+        """Copy the updated `optimized` tensors to `parameters`. Called on all ranks."""
         if self.sharded_view:
             self.sharded_view.gather()
 
     def zero_gradients(self) -> None:
-        """Free all gradients."""
         for parameter in (*self.parameters.values(), *self.optimized.values()):
             parameter.grad = None
 
 
 class StateTargets:
-    """Called with a saved optimizer state, returns the tensors into which that state is loaded.
-    Once they are loaded, `put` assigns them to the optimizer."""
+    """Called with a saved trainer state, returns the tensors into which the optimizer's state is
+    loaded. Once they are loaded, `put` assigns them to the optimizer."""
 
     def __init__(self, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer

@@ -33,7 +33,6 @@ from trainer.recipe.strategies import (
     ranks,
     sharding,
 )
-from trainer.recipe.strategies.dimension import Dimension
 
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
@@ -41,28 +40,21 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 DRAWN_BYTES = 4 << 30
-"""Largest number of bytes of whole initial tensors that are drawn at once; a larger tensor is drawn
-alone."""
+"""Largest number of bytes of whole initial tensors that exist at once, besides a larger tensor."""
 
 Fill = Callable[[str, tuple[int, ...]], torch.Tensor]
 """Maps (FQN, global shape) to the whole initial tensor, on the CPU. Called from several threads."""
 
 
 def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
-    """Refuse a model that cannot be divided as the recipe says.
-
-    Args:
-        model: whole; may be on the meta device.
-        shards: number of FSDP shards of each stage, see `mesh_shape`.
-
-    Raises:
-        RecipeError: one line for each key that does not work.
-    """
+    """Raise RecipeError for a model that cannot be divided as the recipe says, with one line for
+    each key that does not work. `model`: whole, may be on the meta device; `shards`: number of FSDP
+    shards of each stage, see `mesh_shape`."""
     refusals = Refusals()
     for module in MODEL_PARALLEL:
         if module.ranks(recipe.strategy) > 1:
             with refusals:
-                _implementation(module).check_model(model, recipe, shards)
+                import_module(module.APPLIED_BY).check_model(model, recipe, shards)
     refusals.raise_all()
 
 
@@ -80,9 +72,8 @@ def parallelize(
     Args:
         model: on the meta device when `fill` is given, else on the CPU with equal weights on all
             ranks.
-        blocks: its repeated parts; units of sharding, recomputation and compilation.
-        fill: returns initial weights, equal for every world size and strategy; None: the model has
-            its weights.
+        blocks: its repeated parts, which are sharded, recomputed and compiled separately.
+        fill: returns initial weights; None: the model has its weights.
         cores: number of threads that draw weights.
     """
     strategy, dtype = recipe.strategy, DTYPES[recipe.precision.dtype]
@@ -90,8 +81,7 @@ def parallelize(
     stacks = getattr(model, "stacks_apart", ())
     draws = recipe.draws or getattr(model, "draws", False)
     if exact.used(recipe):
-        # Before the first kernel runs.
-        use_exact_kernels(device)
+        use_exact_kernels(device)  # before the first kernel runs
     by_rows = recipe.optimizer.state_dtype != "fp32"
     # Slices of rows must be contiguous in memory.
     if sharded_by_fsdp or sharding.zero1(recipe) or by_rows:
@@ -103,10 +93,9 @@ def parallelize(
     blocks_of: dict[nn.Module, Sequence[nn.Module]] = {model: blocks}
     costs: list[float] = []
     if pp.ranks(strategy) > 1:
-        # Imported only if the recipe uses it.
-        from trainer.parallel.pipeline import Pipeline, costs_of, stages_of
+        from trainer.parallel.pipeline import Pipeline, stages_of  # only if the recipe uses it
 
-        stages, costs = stages_of(model, mesh, recipe), costs_of(model, recipe)
+        stages, costs = stages_of(model, mesh, recipe)
         blocks_of = {stage: list(stage.blocks) for stage in stages.values()}
         model = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
     for part, whole in blocks_of.items():
@@ -123,8 +112,7 @@ def parallelize(
         for part, units in blocks_of.items():
             file.read_ahead(part, units)
     elif fill:
-        # Buffers stay on the computing device even if parameters are offloaded. Buffers that have
-        # values keep them.
+        # Buffers stay on the computing device even if parameters are offloaded.
         host = torch.device("cpu") if offload.to_host(strategy) else device
 
         def materialise(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,8 +142,8 @@ def parallelize(
             optimized = {**parameters, **view.parameters}
 
     # FSDP casts parameters; autocast would also cast activations that blocks keep in float32. A
-    # user's model with a user's data still gets autocast: its float32 inputs, such as images or
-    # regression targets, are no hidden states, and FSDP does not cast them.
+    # user's model with a user's data still gets autocast, because FSDP does not cast its float32
+    # inputs, such as images or regression targets.
     by_fsdp = sharded_by_fsdp and not (recipe.data.factory and recipe.model.factory)
 
     def autocast() -> Any:
@@ -183,15 +171,13 @@ def parallelize(
 
     in_8_bits = recipe.precision.matmul == "fp8_tensorwise" and not offload.used(strategy)
     if in_8_bits and sharded_by_fsdp:
-        # Imported only if the recipe uses it.
-        from trainer.parallel.float8 import gather_in_8_bits
+        from trainer.parallel.float8 import gather_in_8_bits  # only if the recipe uses it
 
         for part in blocks_of:
             gather_in_8_bits(part)
     context = None
     if mesh.ring:
-        # Imported only if the recipe uses it.
-        from trainer.parallel.context import ContextParallel
+        from trainer.parallel.context import ContextParallel  # only if the recipe uses it
 
         context = ContextParallel(mesh.ring, strategy.compile)
     pipeline = Pipeline(stages, mesh, recipe, dtype, context, costs) if stages else None
@@ -199,12 +185,6 @@ def parallelize(
         module, parameters, buffers, optimized, view, file, recipe, autocast,
         draw_weights, share_buffers, pipeline, context, stacks, draws,
     )  # fmt: skip
-
-
-def _implementation(module: Dimension) -> Any:
-    """Import the module that applies a kind of model parallelism. Called only if the recipe uses
-    it."""
-    return import_module(module.APPLIED_BY)
 
 
 def keep_weights(model: nn.Module, recipe: Recipe) -> None:
@@ -218,18 +198,14 @@ def keep_weights(model: nn.Module, recipe: Recipe) -> None:
 def cut_layers(
     model: nn.Module, strategy: Strategy, ranks_of: Callable[[str], Any]
 ) -> list[nn.Module]:
-    """Apply model parallelism that divides layers or experts to a model in place.
-
-    Args:
-        model: may be on the meta device.
-        ranks_of: name of a mesh dimension → its 1-D mesh.
-
-    Returns the experts that are divided among ranks, which become FSDP units of their own.
-    """
+    """Apply model parallelism that divides layers or experts to a model in place, also on the meta
+    device. `ranks_of`: name of a mesh dimension → its 1-D mesh. Returns the experts that are
+    divided among ranks, which become FSDP units of their own."""
     units: list[nn.Module] = []
     for module in dividing("layers", "experts"):
         if module.ranks(strategy) > 1:
-            units += _implementation(module).apply(model, ranks_of(module.KEYS[0]), strategy)
+            apply = import_module(module.APPLIED_BY).apply
+            units += apply(model, ranks_of(module.KEYS[0]), strategy)
     return units
 
 
@@ -267,8 +243,7 @@ def _apply(
         # dynamo's DDP optimizer would cut a block at borders of buckets, and fails below 2 MiB.
         torch._dynamo.config.optimize_ddp = False
         for module in model.modules():
-            # Tensor or expert parallelism has replaced this forward, with collectives that would
-            # break the graph anyway.
+            # Tensor or expert parallelism has added collectives here, which would break the graph.
             if "forward" in vars(module):
                 module.forward = torch.compiler.disable(module.forward)
         for part in (*(compiled or [model]), *getattr(model, "compiled_beside_blocks", ())):
@@ -281,8 +256,8 @@ def _apply(
 
 @torch.no_grad()
 def _fill(tensors: Mapping[str, torch.Tensor], fill: Fill, cores: int) -> None:
-    """Initialise parameters and persistent buffers by FQN; each rank draws whole tensors, several
-    at once, and keeps its shard."""
+    """Initialise parameters and persistent buffers by FQN: draw whole tensors, several at once, and
+    keep this rank's shards."""
     drawn: deque[tuple[torch.Tensor, Future[torch.Tensor]]] = deque()
 
     def place() -> None:
@@ -305,5 +280,4 @@ def _fill(tensors: Mapping[str, torch.Tensor], fill: Fill, cores: int) -> None:
 
 
 def _fqn(name: str) -> str:
-    """A parameter's FQN without the segments of activation checkpointing."""
     return name.replace("_checkpoint_wrapped_module.", "")

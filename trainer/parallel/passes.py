@@ -15,14 +15,12 @@ Passed = torch.Tensor | tuple[torch.Tensor, ...]
 and statistics of blocks, see `Decoder.forward`."""
 
 Call = Callable[[Mapping[str, torch.Tensor]], Passed | dict[str, torch.Tensor]]
-"""Maps the inputs of a micro-batch to its `means`, or to the outputs for the next pipeline
-stage."""
+"""Maps a micro-batch to the model's `means`, or to the outputs for the next pipeline stage."""
 
 
 @dataclass
 class ForwardPass:
-    """A forward pass of a micro-batch. `ParallelModel.run` yields it, and the training loop calls
-    it."""
+    """A forward pass, yielded by `ParallelModel.run` and called by the training loop."""
 
     number: int
     """Index of the micro-batch."""

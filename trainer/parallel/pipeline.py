@@ -7,8 +7,8 @@ micro-batches, whose shapes determine the sizes of messages. Receives are posted
 sending, one ahead per neighbour; sends do not block. So messages need no tags and no handshake, and
 the orders deadlock only if `schedules.arranged` raises an error for them.
 
-A tied embedding is in the first and the last stage. Each computes a part of its gradient; they sum
-the parts after backward, so both apply the same update.
+A tied embedding is in the first and the last stage. Each computes a term of its gradient; both add
+up the terms after backward, and apply the same update.
 
 Shapes: B micro-batch, T sequence, D hidden.
 """
@@ -38,16 +38,12 @@ if TYPE_CHECKING:
     from trainer.parallel.context import ContextParallel
 
 Message = tuple[Tensor, ...]
-"""Hidden states (B, T, D), and, if the model has them, the statistics of all earlier blocks
-(blocks, …); or the gradients of both."""
+"""Hidden states (B, T, D) and maybe the statistics of earlier blocks (blocks, …), or gradients."""
 
 
 def blocks_by_stage(model: nn.Module, recipe: Recipe) -> list[range]:
-    """Return the blocks of each stage, cut so that the costs of stages are as equal as possible.
-
-    Raises:
-        RecipeError: the model cannot be cut into the recipe's stages.
-    """
+    """Return the blocks of each stage, cut so that the highest cost of a stage is lowest. Raises
+    RecipeError if the model cannot be cut into the recipe's stages."""
     if not isinstance(model, Decoder) or (model.family.beside_loss and not model.family.statistics):
         problem = f"{type(model).__name__} is not one of Perdure's decoders"
         if isinstance(model, Decoder):
@@ -64,22 +60,21 @@ def blocks_by_stage(model: nn.Module, recipe: Recipe) -> list[range]:
 
 
 def check_model(model: nn.Module, recipe: Recipe, _shards: int) -> None:
-    """Raise RecipeError for a model that cannot be cut into the recipe's stages."""
+    """Raise RecipeError if the model cannot be cut into the recipe's stages."""
     blocks_by_stage(model, recipe)
 
 
-def stages_of(model: nn.Module, mesh: Mesh, recipe: Recipe) -> dict[int, Decoder]:
-    """Return this rank's stages, by number. Works on the meta device."""
+def stages_of(
+    model: nn.Module, mesh: Mesh, recipe: Recipe
+) -> tuple[dict[int, Decoder], list[float]]:
+    """Return this rank's stages by number, and the forward costs of all stages, in the units of
+    `Decoder.block_costs`. Works on the meta device."""
     rank, runs = mesh.device_mesh[PIPELINE].get_local_rank(), blocks_by_stage(model, recipe)
     assert isinstance(model, Decoder)  # `blocks_by_stage` has refused any other model
-    return {s: model.part(runs[s]) for s in range(rank, len(runs), pp.ranks(recipe.strategy))}
-
-
-def costs_of(model: nn.Module, recipe: Recipe) -> list[float]:
-    """Return the forward cost of each stage, in the units of `Decoder.block_costs`."""
-    assert isinstance(model, Decoder)  # `check_parallel` has refused any other model
-    costs = model.block_costs(recipe.data.seq_len)
-    return [sum(costs[run.start : run.stop]) for run in blocks_by_stage(model, recipe)]
+    mine = range(rank, len(runs), pp.ranks(recipe.strategy))
+    by_block = model.block_costs(recipe.data.seq_len)
+    costs = [sum(by_block[run.start : run.stop]) for run in runs]
+    return {s: model.part(runs[s]) for s in mine}, costs
 
 
 class Pipeline:
@@ -88,10 +83,9 @@ class Pipeline:
 
     Args:
         stages: this rank's stages, by number; sharded if `is_sharded_by_fsdp`.
-        mesh: has the dimension PIPELINE.
         dtype: dtype of hidden states.
         context: computes stages with a part of each sequence; None: with whole sequences.
-        costs: costs of all stages, see `costs_of`.
+        costs: costs of all stages, see `stages_of`.
     """
 
     def __init__(
@@ -121,7 +115,6 @@ class Pipeline:
                 self.tied = stage.model.embed_tokens.weight
 
     def join(self, mesh: Mesh) -> None:
-        """Use the process groups of `mesh` for messages from now on."""
         self._links = _Links(mesh, len(self._stages) > 1)
 
     @property
@@ -147,13 +140,9 @@ class Pipeline:
         return seconds_between(began, ended), sum(seconds_between(*wait) for wait in waits)
 
     def run(self, inputs: Sequence[Mapping[str, Tensor]], train: bool) -> Iterator[ForwardPass]:
-        """Yield the forward passes of all micro-batches through each stage of this rank. If
-        `train`, run backward in between; at the end FSDP has reduced the gradients.
-
-        Args:
-            inputs: micro-batches of any sizes, with `input_ids` (B, T).
-            train: whether to run backward.
-        """
+        """Yield the forward passes of all micro-batches, with `input_ids` (B, T), through each
+        stage of this rank. If `train`, run backward in between; at the end FSDP has reduced the
+        gradients."""
         strategy, rank = self._recipe.strategy, self._links.rank
         orders = schedule(*pp.shape(strategy), len(inputs))
         if not train:
@@ -175,8 +164,7 @@ class Pipeline:
             if kind == "F":
                 received = messages.receive(action) if s else ()
                 for x in received:
-                    # Leaves of this stage's graph, whose gradients are sent back.
-                    x.requires_grad_(train)
+                    x.requires_grad_(train)  # leaves of this stage's graph
                 forward = ForwardPass(number, partial(self._forward, stage, received))
                 yield forward
                 root = forward.take_root()
@@ -213,8 +201,6 @@ class Pipeline:
             self._marks = began, mark(self._links.device), messages.waits
 
     def _message_buffer(self, action: Action, rows: int, length: int) -> Message:
-        """Allocate tensors for the message that an action needs: for forward from the previous
-        stage, for backward from the next stage."""
         device = self._links.device
         tokens = self._context.tokens(length) if self._context else length
         shape = rows, tokens // tp.stream_parts(self._recipe.strategy), self._width
@@ -243,8 +229,6 @@ class Pipeline:
     def _backward_of_input(
         self, stage: nn.Module, given: Message, out: Message, gradients: Message | None, last: bool
     ) -> Callable[[], None]:
-        """Compute the gradients of a stage's inputs; returns a function that computes the gradients
-        of its weights later."""
         # Private functions, because torch has no public ones that split backward.
         from torch.distributed.pipelining._backward import (
             stage_backward_input,
@@ -262,7 +246,7 @@ class Pipeline:
 
         def backward_of_weights() -> None:
             while groups:
-                # In order from the last layer, so that each group frees its part of the graph.
+                # From the last layer on, so that each group frees its part of the graph.
                 group = groups.pop()
                 used = group["intermediates"]
                 stage_backward_weight(iter([node.variable for node in group["params"]]), [group])
@@ -278,8 +262,7 @@ class Pipeline:
         return backward_of_weights
 
     def add_tied_gradients(self) -> None:
-        """Replace the gradients of a tied weight, on the first and last stage, by their sum. Called
-        after `run`."""
+        """Add up the gradients of a tied weight on the first and last stage. Called after `run`."""
         if self.tied is None or self.tied.grad is None:
             return
         gradient, peer = self.tied.grad, self._links.ranks - 1 - self._links.rank
@@ -289,17 +272,9 @@ class Pipeline:
 
 
 def _owners(roots: Sequence[Node | None], nodes: Collection[Node]) -> dict[Node, Node]:
-    """Find the objects whose references keep autograd nodes of Python functions (such as the loss)
-    alive. In torch 2.11 such a node is freed with the tensor that it produced, unless a C++ node
-    that leads to it is referenced.
-
-    Args:
-        roots: roots of the autograd graph, which are C++ nodes.
-        nodes: nodes of the graph that must stay alive.
-
-    Returns:
-        For each node of a Python function among `nodes`, the C++ node to hold.
-    """
+    """Return for each autograd node of a Python function among `nodes` the C++ node that keeps it
+    alive. In torch 2.11 a node of a Python function is freed with the tensor that it produced,
+    unless a C++ node that leads to it is referenced. `roots`: C++ nodes, roots of the graph."""
     wanted = {node for node in nodes if isinstance(node, torch._C._FunctionBase)}
     owners: dict[Node, Node] = {}
     pending, seen = [(root, root) for root in roots if root], set(roots)
@@ -316,15 +291,9 @@ def _owners(roots: Sequence[Node | None], nodes: Collection[Node]) -> dict[Node,
 
 
 def neighbour_turns(rank: int, ranks: int, around: bool) -> list[tuple[int, ...]]:
-    """Return the groups that a rank creates, turn by turn, so that every two neighbours share a
-    group. In each turn all ranks create a group at once; a rank without a partner creates one of
-    its own.
-
-    Args:
-        rank: a rank of the pipeline.
-        ranks: number of ranks of the pipeline.
-        around: whether the last and the first rank are neighbours too.
-    """
+    """Return the groups that `rank` of a pipeline of `ranks` ranks creates one after the other, so
+    that every two neighbours share a group. All ranks create a group at once, a rank without a
+    partner one of its own. `around`: whether the last and the first rank are neighbours too."""
     last = ranks if around and ranks > 2 else ranks - 1
     pairs = [(first, (first + 1) % ranks) for first in range(last)]
     even = ranks - ranks % 2
@@ -334,7 +303,7 @@ def neighbour_turns(rank: int, ranks: int, around: bool) -> list[tuple[int, ...]
 
 class _Links:
     """Point-to-point connections of this rank to other ranks of its pipeline. Created on all ranks.
-    `around`: whether the last and the first rank exchange messages, too."""
+    `around`: see `neighbour_turns`."""
 
     def __init__(self, mesh: Mesh, around: bool) -> None:
         across = mesh.device_mesh[PIPELINE]
@@ -356,22 +325,19 @@ class _Links:
                 self._ways[way] = group
 
     def send(self, tensor: Tensor, peer: int) -> dist.Work:
-        """Begin to send `tensor` to rank `peer` of the pipeline."""
         group = self._ways.get((self.rank, peer), self.group)
         work = dist.isend(tensor, self._members[peer], group)
         assert work
         return work
 
     def receive(self, tensor: Tensor, peer: int) -> dist.Work:
-        """Begin to receive into `tensor` from rank `peer` of the pipeline."""
         group = self._ways.get((peer, self.rank), self.group)
         work = dist.irecv(tensor, self._members[peer], group)
         assert work
         return work
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        """Send `tensor` to rank `peer`, and return the peer's tensor of the same shape. Called on
-        both ranks."""
+        """Send `tensor` to `peer`, and return the peer's tensor. Called on both ranks."""
         theirs = torch.empty_like(tensor)
         both = (dist.isend, tensor), (dist.irecv, theirs)
         for work in dist.batch_isend_irecv(
@@ -385,10 +351,7 @@ class _Messages:
     """Sends and receives this rank's messages in one `Pipeline.run`, see [Note: pipeline]."""
 
     def __init__(
-        self,
-        links: _Links,
-        orders: Sequence[Order],
-        message_buffer: Callable[[Action], Message],
+        self, links: _Links, orders: Sequence[Order], message_buffer: Callable[[Action], Message]
     ) -> None:
         self._links, self._message_buffer = links, message_buffer
         self._place = {action: place for order in orders for place, action in enumerate(order)}
@@ -411,7 +374,6 @@ class _Messages:
             self._posted[peer] = action, message, works
 
     def receive(self, action: Action) -> Message:
-        """Wait for the message that an action needs, and return it."""
         source = action.stage + (-1 if action.kind == "F" else 1)
         peer = source % self._links.ranks
         while action not in self._ready:
@@ -419,8 +381,8 @@ class _Messages:
             self._wait(works)
             self._post(peer)  # receive the next message while this one is used
             self._ready[arrived] = message
-        # The peer has used our messages up to the action that sent this one, so they have arrived,
-        # and their memory can be freed.
+        # Messages to actions of the peer before the one that sent this message have arrived, so
+        # their memory can be freed.
         sent, reached = self._sent.get(peer), self._place[action._replace(stage=source)]
         while sent and sent[0][0] < reached:
             sent.popleft()[2].wait()
@@ -434,7 +396,6 @@ class _Messages:
             self._sent.setdefault(peer, deque()).append((self._place[action], tensor, work))
 
     def finish(self) -> None:
-        """Wait until all messages are sent."""
         for sent in self._sent.values():
             self._wait([work for _, _, work in sent])
 

@@ -28,10 +28,7 @@ CAN_RESET = hasattr(FSDPModule, "reset_iter_state")
 def rejoin(model: ParallelModel, mesh: Mesh, new: Mesh) -> tuple[ParallelModel, Mesh]:
     """Return the kept model and mesh with the process groups of `new`, a mesh for the same rank and
     world size. Called on all ranks that keep a model, while new processes call `parallelize`.
-
-    Raises:
-        RuntimeError: a group has another name than before.
-    """
+    Raises RuntimeError if a group has another name than before."""
     for ours, theirs in ((mesh.device_mesh, new.device_mesh), (mesh.experts, new.experts)):
         if ours and theirs:
             _take_groups(ours, theirs)
@@ -40,8 +37,8 @@ def rejoin(model: ParallelModel, mesh: Mesh, new: Mesh) -> tuple[ParallelModel, 
     for group in fsdp_groups(module):
         _take_groups_of_fsdp(group)
     _drop_step_of_fsdp(module)
-    for part in module.modules():  # for instance routers, which count tokens
-        if forget := getattr(part, "forget_step", None):
+    for part in module.modules():
+        if forget := getattr(part, "forget_step", None):  # routers count tokens
             forget()
     if model.context and mesh.ring:
         model.context.group = mesh.ring
@@ -65,7 +62,6 @@ def _take_groups(mesh: DeviceMesh, new: DeviceMesh) -> None:
 
 
 def _take_groups_of_fsdp(group: Any) -> None:
-    """Replace the process groups in an FSDP parameter group by the new groups of its meshes."""
     for info in (group.mesh_info, group.post_forward_mesh_info):
         if info and info.shard_mesh_dim is not None:
             info.shard_process_group = info.mesh.get_group(info.shard_mesh_dim)
@@ -74,8 +70,6 @@ def _take_groups_of_fsdp(group: Any) -> None:
 
 
 def _drop_step_of_fsdp(model: nn.Module) -> None:
-    """Drop the state of a failed step from FSDP's units. The step may have failed anywhere in
-    forward or backward."""
     for group in fsdp_groups(model):
         # `reset_iter_state` would wait for an unfinished gather, and raise its error again.
         group._all_gather_result = None

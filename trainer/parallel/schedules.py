@@ -1,13 +1,9 @@
 """Pipeline schedules: the order of each rank's actions, and a simulation of their times. Pure.
 
 [Note: schedules] A model is cut into stages; stage s is on rank s % ranks. A rank executes its
-actions one after the other; an action begins when the messages that it needs have arrived. An
-action has a kind, a stage and the index of a micro-batch. The kinds are:
-
-- *F*: forward.
-- *B*: backward.
-- *I* and *W*: backward in two parts, the gradients of the stage's input, and of its weights. No
-  rank waits for a W, so it can fill idle time.
+actions one after the other; an action begins when the messages that it needs have arrived. The
+kinds of actions are *F*, forward; *B*, backward; *I* and *W*, backward in two parts, the gradients
+of the stage's input, and of its weights. No rank waits for a W, so it can fill idle time.
 """
 
 from collections import deque
@@ -21,8 +17,7 @@ from trainer.recipe.sections import PipelineSchedule as Name
 Kind = Literal["F", "B", "I", "W"]
 
 COST: Mapping[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""Relative cost of an action. For each matrix product of forward, backward has two: for the
-gradients of the input and of the weight."""
+"""Relative cost of an action. For each matrix product of forward, backward has two."""
 
 
 class Action(NamedTuple):
@@ -43,7 +38,6 @@ def schedule(name: Name, ranks: int, per_rank: int, count: int) -> list[Order]:
         name: `gpipe`, all forwards before all backwards (Huang et al. 2019); `1f1b`, alternating as
             early as possible (PipeDream-flush, Narayanan et al. 2021); `interleaved_1f1b`, with
             several stages per rank (ibid.); `zero_bubble`, ZB-H1 (Qi et al. 2023).
-        ranks: number of ranks of the pipeline.
         per_rank: number of stages of each rank.
         count: number of micro-batches, at least 1.
     """
@@ -56,13 +50,10 @@ def schedule(name: Name, ranks: int, per_rank: int, count: int) -> list[Order]:
 
 def _in_turn(rank: int, ranks: int, per_rank: int, count: int, eager: bool) -> Order:
     """Return a rank's order: first forwards that fill the pipeline (with `eager`: all forwards),
-    then forward and backward in turn.
-
-    With several stages per rank, a group of micro-batches passes through the stages of a rank one
-    after the other. Narayanan et al. need groups of exactly `ranks` micro-batches. Here any number
-    of micro-batches is divided into groups of at least `ranks` (or one smaller group), larger
-    groups first. This never deadlocks, whereas a small group after others can.
-    """
+    then forward and backward in turn. With several stages per rank, a group of micro-batches passes
+    through the stages of a rank one after the other."""
+    # Narayanan et al. need groups of `ranks` micro-batches. Here groups have at least `ranks`
+    # (unless there are fewer), larger groups first. A small group after others could deadlock.
     rounds = max(1, count // ranks)
     sizes = [count // rounds + (number < count % rounds) for number in range(rounds)]
     groups = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
@@ -99,17 +90,8 @@ def _split_backward(order: Order, rank: int) -> Order:
     return [*split, *waiting]
 
 
-class ActionSpan(NamedTuple):
-    """An action with its begin and end in a simulation."""
-
-    action: Action
-    began: float
-    ended: float
-
-
 class ActionSequence(NamedTuple):
-    """The actions of all ranks in one sequence, in which each action comes after the actions that
-    it needs."""
+    """The actions of all ranks in one sequence, each after the actions that it needs."""
 
     steps: list[tuple[int, Action, int]]
     """(rank, action, index in `steps` of the action whose message it needs, or -1)."""
@@ -118,34 +100,17 @@ class ActionSequence(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """Simulated times of all actions, in the units of the costs; see `simulate`."""
+    """Simulated times of all actions, in the units of the costs."""
 
     arrangement: ActionSequence
     began: list[float]
     """When each of `arrangement.steps` begins."""
     ended: list[float]
-    """When each of `arrangement.steps` ends."""
     busy: list[float]
     """Time that each rank spends in actions."""
 
     @property
-    def spans(self) -> list[list[ActionSpan]]:
-        """For each rank, its actions and when they begin and end."""
-        spans: list[list[ActionSpan]] = [[] for _ in self.busy]
-        for (rank, action, _), began, ended in zip(
-            self.arrangement.steps, self.began, self.ended, strict=True
-        ):
-            spans[rank].append(ActionSpan(action, began, ended))
-        return spans
-
-    @property
-    def held(self) -> list[int]:
-        """Per rank, the largest number of forwards whose activations it stores at once."""
-        return self.arrangement.held
-
-    @property
     def seconds(self) -> float:
-        """Time until the last rank has finished."""
         return max(self.ended)
 
     @property
@@ -166,11 +131,7 @@ def needs(action: Action, stages: int) -> list[Action]:
 
 
 def arranged(orders: Sequence[Order]) -> ActionSequence:
-    """Merge the orders of all ranks into one sequence.
-
-    Raises:
-        ValueError: the orders deadlock.
-    """
+    """Merge the orders of all ranks into one sequence. Raises ValueError if they deadlock."""
     count = 1 + max(action.stage for order in orders for action in order)
     place: dict[Action, int] = {}
     steps: list[tuple[int, Action, int]] = []
@@ -202,14 +163,9 @@ def simulate(
     stages: Sequence[Mapping[Kind, float]] = (),
     message: float = 0.0,
 ) -> Simulation:
-    """Compute when each action runs if every rank follows its order.
-
-    Args:
-        arrangement: the actions of all ranks.
-        cost: duration of an action, by kind.
-        stages: durations by kind for each stage, if stages differ; replaces `cost`.
-        message: time of a message to another rank, which keeps no rank busy.
-    """
+    """Compute when each action runs if every rank follows its order. `cost`: duration of an action
+    by kind; if stages differ, `stages` has it for each stage. `message`: time of a message to
+    another rank, which keeps no rank busy."""
     free, busy = [0.0] * len(arrangement.held), [0.0] * len(arrangement.held)
     starts: list[float] = []
     ended: list[float] = []
@@ -233,8 +189,8 @@ def bubble_formula(name: Name, ranks: int, per_rank: int, count: int) -> float:
 
 
 def incoming(orders: Sequence[Order]) -> list[dict[int, Order]]:
-    """Return for each rank: sender → the actions that need a message from that sender, in the order
-    of sending. If receives are posted in this order, messages need no tags."""
+    """Return for each rank: sender → the actions that need the sender's messages, in the order of
+    sending. If receives are posted in this order, messages need no tags."""
     ranks = len(orders)
     stages = 1 + max(action.stage for order in orders for action in order)
     by_rank: list[dict[int, Order]] = [{} for _ in orders]
@@ -249,12 +205,8 @@ def incoming(orders: Sequence[Order]) -> list[dict[int, Order]]:
 
 @cache
 def cut(costs: tuple[float, ...], stages: int) -> list[range]:
-    """Cut blocks into `stages` ranges so that the highest cost of a range is as low as possible.
-
-    Args:
-        costs: cost of each block; the first includes the embedding, the last the head.
-        stages: at most the number of blocks.
-    """
+    """Cut blocks, with their costs, into `stages` ranges so that the highest cost of a range is as
+    low as possible. There must be at least as many blocks as stages."""
     upto = list(accumulate(costs, initial=0.0))
     # Dynamic programming: (stages, blocks) → (highest cost, starts of the ranges).
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}

@@ -264,7 +264,7 @@ def _units_of_part(blueprint: Blueprint, first: bool, last: bool, cut: Strategy)
         # Imported here, because it imports all strategies.
         from trainer.plan.imagined_ranks import ImaginedRanks, imagined_ranks
 
-        with imagined_ranks(lambda *_: None, None, None):
+        with imagined_ranks(lambda *_: None, None):
             cut_layers(part, cut, lambda name: ImaginedRanks(sizes(cut)[name]))
     return _units(part, repeated_blocks(part), blueprint.optimizer)
 

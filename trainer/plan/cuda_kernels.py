@@ -29,18 +29,14 @@ def cuda_kernels(flash: bool, memory: float) -> Iterator[None]:
         capability=lambda _: (8, 0) if flash else (7, 0),
         flex_kernels=lambda: (_flex_attention, lambda *_: None),
     )
-    with kernels, choice, patch.multiple(loss, **loss_patches(memory)):
+    of_loss = patch.multiple(
+        loss,
+        on_gpu=lambda _: True,
+        most_logits=lambda _: loss.logits_in(memory),
+        add_product=_add_product,
+    )
+    with kernels, choice, of_loss:
         yield
-
-
-def loss_patches(memory: float) -> dict[str, Any]:
-    """Return replacements for the functions of `trainer.models.loss` that depend on the device, as
-    if on a GPU with `memory` bytes."""
-    return {
-        "on_gpu": lambda _tensor: True,
-        "most_logits": lambda _tensor: loss.logits_in(memory),
-        "add_product": _add_product,
-    }
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -16,7 +16,6 @@ from torch.distributed.tensor import Placement, Shard
 
 from trainer.models import loss
 from trainer.parallel import context, expert, tensor
-from trainer.plan.cuda_kernels import loss_patches
 from trainer.recipe.strategies import dividing
 
 Note = Callable[..., None]
@@ -54,15 +53,13 @@ def ring_of(rows: int, length: int, cp: int) -> context.Ring:
 
 
 @contextmanager
-def imagined_ranks(
-    note: Note, ring: context.Ring | None, gpu_memory: float | None
-) -> Iterator[None]:
+def imagined_ranks(note: Note, ring: context.Ring | None, on_gpu: bool = False) -> Iterator[None]:
     """Context in which parameters are cut to the first rank's parts, and messages are passed to
     `note` instead of sent.
 
     Args:
         ring: ring attention for all passes; None without context parallelism.
-        gpu_memory: memory of the traced rank's GPU, in bytes; None on a CPU.
+        on_gpu: whether the traced rank has a GPU.
     """
 
     def part(whole: Tensor, mesh: ImaginedRanks, placements: list[Placement], **_: Any) -> Tensor:
@@ -84,7 +81,7 @@ def imagined_ranks(
         share = [len(part) for part in torch.arange(rows, device="cpu").tensor_split(ranks)]
         return share, share
 
-    def to_experts(x: Tensor, _sent: Any, received: list[int], group: ImaginedRanks) -> Tensor:
+    def to_experts(x: Tensor, sent: Any, received: list[int], group: ImaginedRanks) -> Tensor:
         note("experts", x.nbytes * (group.count - 1) / group.count)
         return x.new_empty((sum(received), *x.shape[1:]))
 
@@ -107,10 +104,8 @@ def imagined_ranks(
         exchanged = patch.multiple(expert, dist=silent, _rows=even, _exchange=to_experts)
         stack.enter_context(exchanged)
         stack.enter_context(turned)
-        if gpu_memory is not None:
-            of_gpu = loss_patches(gpu_memory)
-            stack.enter_context(patch.multiple(tensor, **of_gpu))
-            stack.enter_context(patch.object(context, "on_gpu", of_gpu["on_gpu"]))
+        if on_gpu:
+            stack.enter_context(patch.object(context, "on_gpu", lambda _: True))
         if ring:
             ring.pass_on = pass_on  # type: ignore[method-assign]
         yield

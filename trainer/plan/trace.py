@@ -123,10 +123,10 @@ def _taped(
 
         around = strategies.cp.ranks(cut)
         ring = ring_of(*shape, around) if around > 1 else None
-        imagined = imagined_ranks(tape.send, ring, gpu and gpu[1])
+        imagined = imagined_ranks(tape.send, ring, gpu is not None)
         if ring:
             call = partial(ContextParallel(ring.group), model)
-        with imagined_ranks(tape.send, ring, None):
+        with imagined_ranks(tape.send, ring):
             experts = cut_layers(
                 model, cut, lambda name: ImaginedRanks(strategies.sizes(cut)[name])
             )

@@ -21,7 +21,7 @@ from checkpointing.format.tensors import local_tensor
 from checkpointing.ranks import RankGroup
 from elastic import LedgerError, SaveClock, expected_mtbf, read_history, reliability
 from trainer.optim.optimizer import LossScale, parameter_groups
-from trainer.parallel.parallel_model import KEPT, ParallelModel
+from trainer.parallel.parallel_model import KEPT, ParallelModel, StateTargets
 from trainer.recipe import Recipe
 from trainer.run.provenance import check_resume, run_state
 from trainer.run.state import Progress, Run
@@ -75,7 +75,7 @@ def restore(
     Raises:
         RecipeError: this recipe cannot continue from the checkpoint.
     """
-    targets = model.targets_of(optimizer)
+    targets = StateTargets(model, optimizer)
     state = None
 
     def load(refuse: Callable[[Mapping[str, Any]], None]) -> dict[str, Any] | None:
@@ -460,7 +460,7 @@ def roll_back(run: Run, *, memory: bool) -> str:
         checkpointer.wait()
         report_saves(run)
     load = checkpointer.reload if memory else checkpointer.load
-    targets = run.model.targets_of(run.optimizer)
+    targets = StateTargets(run.model, run.optimizer)
     progress.rollbacks += 1  # before the weights change, for the reason in `train_step`
     with run.pulse.during("load"):
         loaded = load(model=run.model.tensors, optimizer=targets, finite=run.model.trained)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from elastic.world import join_world, leave_world
 from trainer import HeadLoss
 from trainer.models import Decoder
+from trainer.models import loss as loss_module
 from trainer.models.adapter import add_adapters
 from trainer.models.family import family_of
 from trainer.models.loss import head_cross_entropy
@@ -42,7 +43,7 @@ def compare_losses(rank: int, ranks: TensorGroup, mesh: DeviceMesh) -> None:
     labels = torch.randint(0, 131, (3, 8))
     labels[0, 3:] = -100
     wanted = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    expected = head_cross_entropy(*wanted, labels)
+    expected = head_cross_entropy(*wanted, labels, 1 << 20)
     (expected * 5).backward()
     given = hidden.chunk(2, 1)[rank].clone() if sequence else hidden.clone()
     given.requires_grad_()
@@ -59,7 +60,7 @@ def compare_losses(rank: int, ranks: TensorGroup, mesh: DeviceMesh) -> None:
         close(VocabularyLoss(ranks)(given, cut, labels), expected)
     again = given.detach().requires_grad_()
     frozen = nn.Parameter(cut.detach(), requires_grad=False)
-    with mock.patch.object(tensor, "add_product") as made:
+    with mock.patch.object(loss_module, "add_product") as made:
         (VocabularyLoss(ranks)(again, frozen, labels) * 5).backward()
     assert not made.called, "a frozen head needs no gradient"
     assert torch.equal(again.grad, given.grad)  # type: ignore[arg-type]
@@ -171,7 +172,7 @@ if __name__ == "__main__":
     rank = join_world("cpu", 60).rank
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
     for sequence, logits in product((False, True), (1 << 20, 300)):  # at once, and in chunks
-        tensor.most_logits = lambda _, most=logits: most  # type: ignore[attr-defined]
+        loss_module.most_logits = lambda _, most=logits: most  # type: ignore[attr-defined]
         compare_losses(rank, TensorGroup(mesh["tp"], sequence), mesh["tp"])
     for sequence in (False, True):
         compare_models(mesh, sequence)

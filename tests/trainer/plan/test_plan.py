@@ -73,7 +73,7 @@ def test_all_that_a_strategy_of_layers_sends_is_recorded():
     """Or it fails: none goes uncounted. Of experts the rows are recorded, not their counts."""
     sent = []
     x, group = torch.empty(6), ImaginedRanks(3)
-    with imagined_ranks(lambda *message: sent.append(message), None, None):
+    with imagined_ranks(lambda *message: sent.append(message), None):
         tensor.dist.all_to_all_single(torch.empty(6), x, group=group)
         tensor.dist.all_reduce(x, group=group)
         expert.dist.all_to_all_single(torch.empty(6), x, group=group)

@@ -1,2 +1,1 @@
-"""The bundled model families. Each has a file named after its `model_type`, with its `Family` as
-FAMILY."""
+"""The bundled model families, each in a file named after its `model_type`, as FAMILY."""

@@ -1,5 +1,4 @@
-"""The text model of Gemma 3, with the keys of transformers' `Gemma3TextConfig`: scaled embeddings,
-norms before and after attention and MLP, and in most layers a window and another rotary base."""
+"""Gemma 3's text model, with the keys of transformers' `Gemma3TextConfig`."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,6 @@ class CentredNorm(RMSNorm):
     """An RMSNorm that multiplies by 1 + weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (..., size) to (..., size)."""
         # in float32: bf16 would round 1 + a small weight to 1
         weight = 1 + self.weight.float()
         return F.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)
@@ -56,8 +54,7 @@ class Gemma3Block(nn.Module):
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """Return the kind of each layer. Every `sliding_window_pattern`th layer has no window, unless
-    `layer_types` says otherwise. Layers with a window have another rotary base."""
+    """Return the kind of each layer. Every `sliding_window_pattern`th has no window by default."""
     options, count = architecture.options or {}, architecture.num_hidden_layers
     for key in ("sliding_window_pattern", "rope_local_base_freq", "query_pre_attn_scalar"):
         if options.get(key, 1) <= 0:
@@ -70,8 +67,7 @@ def layers(architecture: Architecture) -> list[LayerKind]:
 
 
 def draw(name: str, shape: tuple[int, ...], architecture: Architecture, seed: int) -> Tensor:
-    """Draw a parameter as `init_parameter` does, but the weights of norms as zeros, because 1 is
-    added to them. A `DrawParameter` function."""
+    """Draw a parameter. Weights of norms are zeros, because `CentredNorm` adds 1 to them."""
     drawn = init_parameter(name, shape, architecture, seed)
     return drawn.zero_() if name.endswith("norm.weight") else drawn
 

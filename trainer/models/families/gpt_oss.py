@@ -1,9 +1,5 @@
-"""GPT-OSS, with the keys of transformers' `GptOssConfig`: attention sinks, a window in every second
-layer, biases, and experts with a clamped gate in every layer.
-
-A published checkpoint in MXFP4 has to be converted first; its weights are then those of this
-family. The balance loss is recorded. As in transformers, it is part of the trained loss only if
-`output_router_logits` is true. See [Note: experts] in qwen3_moe.py.
+"""GPT-OSS, with the keys of transformers' `GptOssConfig`. A published checkpoint in MXFP4 has to be
+converted first.
 
 Shapes: B batch, T sequence, D hidden, N rows, E experts, I their width.
 """
@@ -33,7 +29,6 @@ class SinkAttention(Attention):
         self.sinks = nn.Parameter(torch.empty(architecture.num_attention_heads))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-        """Return the output of attention with sinks (B, T, N, H), see `attend`."""
         return attend(q, k, v, documents, self.sinks)
 
 
@@ -70,8 +65,8 @@ class ClampedExperts(nn.Module):
 
 
 class BiasedMoE(MoE):
-    """A mixture of experts whose router has a bias. The weights of the chosen experts are the
-    softmax of their scores, which equals their probabilities divided by the sum of these."""
+    """A mixture of experts whose router has a bias. The weights of a token's experts are the
+    softmax of their scores alone."""
 
     precise = ("router",)
 
@@ -84,7 +79,6 @@ class BiasedMoE(MoE):
         self.experts = ClampedExperts(architecture)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Scores of the experts (N, E) for tokens (N, D)."""
         scores: Tensor = self.router(tokens)
         return scores
 
@@ -101,7 +95,6 @@ def layers(architecture: Architecture) -> list[LayerKind]:
 
 
 def idle_parameters(architecture: Architecture) -> int:
-    """Number of parameters of the experts that a token does not use."""
     options, hidden = architecture.options or {}, architecture.hidden_size
     idle = options["num_local_experts"] - options["num_experts_per_tok"]
     expert = architecture.intermediate_size * (3 * hidden + 2) + hidden
@@ -111,8 +104,7 @@ def idle_parameters(architecture: Architecture) -> int:
 def balance(
     statistics: Sequence[Tensor], architecture: Architecture
 ) -> dict[str, tuple[Tensor, float]]:
-    """Return the scalars of `qwen3_moe.balance`. All weights are 0 unless
-    `output_router_logits`."""
+    """Return the scalars of `qwen3_moe.balance`, with weights 0 unless `output_router_logits`."""
     scalars = qwen3_moe.balance(statistics, architecture)
     if (architecture.options or {})["output_router_logits"]:
         return scalars

@@ -1,5 +1,4 @@
-"""OLMo 2, with the keys of transformers' `Olmo2Config`: norms after attention and MLP, and norms of
-queries and keys over all heads together."""
+"""OLMo 2, with the keys of transformers' `Olmo2Config`."""
 
 from torch import Tensor, nn
 
@@ -14,13 +13,11 @@ class WideNorm(RMSNorm):
     """An RMSNorm over all heads of a token together."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (B, T, heads, H) to (B, T, heads, H)."""
         return super().forward(x.flatten(2)).view(x.shape)
 
 
 class Olmo2Block(nn.Module):
-    """A block that normalises the outputs of attention and MLP, and adds them to the residual
-    stream."""
+    """A block that normalises the outputs of attention and MLP."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""OLMo 3, with the keys of transformers' `Olmo3Config`: OLMo 2 with a window in most layers, where
-rotary wavelengths are not scaled."""
+"""OLMo 3, with the keys of transformers' `Olmo3Config`: OLMo 2 with a window in most layers."""
 
 from dataclasses import replace
 

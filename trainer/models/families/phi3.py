@@ -1,5 +1,4 @@
-"""Phi-3, 3.5 and 4, with the keys of transformers' `Phi3Config`: matrix products with the same
-input are fused."""
+"""Phi-3, 3.5 and 4, with the keys of transformers' `Phi3Config`."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +9,7 @@ from trainer.recipe.architecture import Architecture
 
 
 def fused(inputs: int, *sections: int) -> nn.Linear:
-    """A linear layer whose output consists of several sections, one after another."""
+    """Return a linear layer whose output consists of several sections, one after another."""
     product = nn.Linear(inputs, sum(sections), bias=False)
     product.sections = sections  # type: ignore[assignment]  # for tensor parallelism
     return product
@@ -49,14 +48,12 @@ class FusedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (B, T, D) to (B, T, D)."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """Return the kind of each layer: all have the window, if there is one. Raises ValueError for
-    rotary scaling that transformers does not support."""
+    """Return the kind of each layer. Raises ValueError for unsupported rotary scaling."""
     scaling, key = architecture.rope_scaling, "original_max_position_embeddings"
     original = (architecture.options or {}).get(key)
     # transformers supports only longrope for phi3, and reads its original length from this key
@@ -96,9 +93,5 @@ FAMILY = Family(
     rope_types={"su": "longrope", "yarn": "longrope"},  # older names of longrope
     unread={"pad_token_id": None},
     layers=layers,
-    tensor_plan={
-        "*.self_attn.qkv_proj": "fused",
-        "*.mlp.gate_up_proj": "fused",
-        **TENSOR_PLAN,
-    },
+    tensor_plan={"*.self_attn.qkv_proj": "fused", "*.mlp.gate_up_proj": "fused", **TENSOR_PLAN},
 )

@@ -6,7 +6,7 @@ from trainer.recipe.architecture import Architecture
 
 
 def attention(architecture: Architecture) -> Attention:
-    """Attention that normalises queries and keys per head."""
+    """Return attention that normalises queries and keys per head."""
     q_norm, k_norm = (RMSNorm(architecture.head_dim, architecture.rms_norm_eps) for _ in range(2))
     return Attention(architecture, q_norm, k_norm)
 
@@ -21,11 +21,7 @@ FAMILY = Family(
         "attention_dropout": 0.0,
         "use_sliding_window": False,
     },
-    defaults={
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-    },
+    defaults={"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
     heads_divide_hidden=False,
     tensor_plan=TENSOR_PLAN,
 )

@@ -1,8 +1,7 @@
 """Qwen3 with experts in every layer, with the keys of transformers' `Qwen3MoeConfig`.
 
 [Note: experts] Each token goes through the `num_experts_per_tok` experts with the highest router
-probability, whatever number of tokens an expert gets: no token is dropped. Two mechanisms balance
-the experts.
+probability. No token is dropped. Two mechanisms balance the experts.
 
 - The balance loss is added to the cross-entropy with `router_aux_loss_coef`. It is computed over
   the tokens of each sequence, as in DeepSeek-V3, so it depends neither on ranks nor on
@@ -34,7 +33,7 @@ from trainer.recipe import RecipeError
 from trainer.recipe.architecture import Architecture
 
 BIAS = "e_score_correction_bias"
-"""Name of the bias for the choice of experts, as in DeepSeek-V3's checkpoints."""
+"""Name of a router's bias in DeepSeek-V3's checkpoints."""
 
 
 class Experts(nn.Module):
@@ -47,7 +46,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Map rows (N, D), sorted by expert, to rows (N, D). `counts` (E): rows per expert."""
+        """Map rows (N, D) to rows (N, D), see `swiglu`."""
         return swiglu(x, counts, self.gate_proj, self.up_proj, self.down_proj)
 
 
@@ -72,8 +71,7 @@ def product_by_expert(counts: Tensor, weight: Tensor) -> Callable[[Tensor, Tenso
 
 
 class MoE(nn.Module):
-    """A mixture of experts: each token goes through the experts with the highest router probability
-    (Shazeer et al. 2017)."""
+    """A mixture of experts (Shazeer et al. 2017), see [Note: experts]."""
 
     precise = ("gate",)
     """Layers that never compute in 8 bits."""
@@ -96,8 +94,8 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the experts' outputs (B, T, D), and statistics (3, B, E): for
-        each sequence and expert its share of tokens, its mean probability, and its term of the
-        entropy."""
+        each sequence and expert the share of tokens, the mean probability, and the expert's term of
+        the router's entropy."""
         tokens = x.flatten(0, 1)  # (N, D)
         likely = self.logits(tokens).softmax(dim=-1, dtype=torch.float32)  # (N, E)
         chosen, order, of_rows = decided(partial(self._route, likely.detach(), len(x)))
@@ -117,7 +115,7 @@ class MoE(nn.Module):
         return mixed.type_as(x).view_as(x), statistics
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Scores of the experts (N, E) for tokens (N, D)."""
+        """Return the scores of the experts (N, E) for tokens (N, D)."""
         scores: Tensor = self.gate(tokens)
         return scores
 
@@ -133,14 +131,14 @@ class MoE(nn.Module):
         return chosen, chosen.flatten().argsort(stable=True), of_rows
 
     def _count(self, counts: Tensor, gradient: Tensor) -> None:
-        """Add `counts` to the load. A hook called in backward."""
-        # Not in forward, which may run twice (recomputation). A pass whose gradients are all zero
+        """Add `counts` to the load."""
+        # In backward, because recomputation runs forward twice. A pass whose gradients are all zero
         # only takes part in collectives, so its tokens do not count.
         counts = counts * gradient.any()
         self.load = counts if self.load is None else self.load + counts
 
     def forget_step(self) -> None:
-        """Drop the counts of a failed step, which will be repeated."""
+        """Drop the counts of a failed step. rejoin.py calls this before the step is repeated."""
         self.load = None
 
 
@@ -157,15 +155,7 @@ class MoEBlock(Block):
 
 
 def check_experts(options: Mapping[str, Any], count: str) -> None:
-    """Refuse impossible numbers of experts and coefficients of balancing.
-
-    Args:
-        options: options of the architecture, with defaults for missing keys.
-        count: the key in `options` of the number of experts.
-
-    Raises:
-        RecipeError: a number or coefficient is impossible.
-    """
+    """Raise RecipeError for impossible `options`. `count`: key of the number of experts."""
     key = "model.architecture.options"
     for name in (count, "num_experts_per_tok", "moe_intermediate_size"):
         if options.get(name, 1) < 1:
@@ -182,7 +172,6 @@ def check_experts(options: Mapping[str, Any], count: str) -> None:
 
 
 def idle_parameters(architecture: Architecture) -> int:
-    """Number of parameters of the experts that a token does not use."""
     options = architecture.options or {}
     idle = options["num_experts"] - options["num_experts_per_tok"]
     expert = 3 * architecture.hidden_size * options["moe_intermediate_size"]
@@ -192,13 +181,14 @@ def idle_parameters(architecture: Architecture) -> int:
 def balance(
     statistics: Sequence[Tensor], architecture: Architecture
 ) -> dict[str, tuple[Tensor, float]]:
-    """Scalars of a micro-batch, each with its weight in the loss:
+    """Return the scalars of a micro-batch, each with its weight in the loss:
 
     - `balance_loss`: of Fedus et al. 2021, "Switch Transformers", over all layers; see [Note:
       experts]. Equal loads give num_experts_per_tok.
-    - `load_imbalance`: tokens of the busiest expert, divided by the mean over all experts; averaged
-      over layers.
-    - `router_entropy`: entropy of a token's router probabilities in nats, averaged over layers.
+    - `load_imbalance`: tokens of the busiest expert, divided by the mean over all experts.
+    - `router_entropy`: entropy of a token's router probabilities in nats.
+
+    The last two are averaged over layers.
     """
     options, layers = architecture.options or {}, torch.stack(list(statistics))  # (layers, 3, B, E)
     experts, shares = layers.shape[-1], layers[:, 0]
@@ -220,7 +210,7 @@ def move_biases(model: nn.Module) -> None:
     (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"). Called
     on all ranks."""
     routers = {
-        _number(name): module
+        int(name.partition("layers.")[2].partition(".")[0] or 0): module
         for name, module in model.named_modules()
         if isinstance(module, MoE) and module.rate
     }
@@ -244,14 +234,8 @@ def move_biases(model: nn.Module) -> None:
         router.load = None
 
 
-def _number(name: str) -> int:
-    """Layer number in a module's FQN; 0 for a module outside of layers."""
-    return int(name.partition("layers.")[2].partition(".")[0] or 0)
-
-
 def draw(name: str, shape: tuple[int, ...], architecture: Architecture, seed: int) -> Tensor:
-    """Draw a parameter as `init_parameter` does, but parameters whose names end in `_bias`, of
-    routers and experts, as zeros. A `DrawParameter` function."""
+    """Draw a parameter as `init_parameter` does, but biases of routers and experts as zeros."""
     if name.endswith("_bias"):
         return torch.zeros(shape)
     return init_parameter(name, shape, architecture, seed)

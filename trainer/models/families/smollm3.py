@@ -8,12 +8,10 @@ from trainer.recipe.architecture import Architecture
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """Return the kind of each layer.
-
-    `no_rope_layers` has a 1 for each layer that rotates queries and keys, otherwise a 0. If it is
-    null, every `no_rope_layer_interval`th layer does not rotate. With `use_sliding_window`, the
-    layers that do not rotate have a window, unless `layer_types` says otherwise.
-    """
+    """Return the kind of each layer. `no_rope_layers` has a 1 for each layer that rotates queries
+    and keys, otherwise a 0; null: every `no_rope_layer_interval`th layer does not rotate. With
+    `use_sliding_window`, the layers that do not rotate have a window, unless `layer_types` says
+    otherwise."""
     options, count = architecture.options or {}, architecture.num_hidden_layers
     rotary, interval = options.get("no_rope_layers"), options.get("no_rope_layer_interval", 4)
     if rotary is None:

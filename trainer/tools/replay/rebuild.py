@@ -22,6 +22,7 @@ from trainer.data.loader import identity_of
 from trainer.data.shards import is_prepared
 from trainer.optim.schedule import build_schedule
 from trainer.parallel.mesh import build_mesh
+from trainer.parallel.parallel_model import StateTargets
 from trainer.recipe import Recipe, RecipeError, counted, load_recipe
 from trainer.recipe.strategies import exact
 from trainer.run.build import attention_kernel, model_and_optimizer
@@ -227,7 +228,7 @@ def go_back(run: Run, directory: Place, step: int) -> None:
     Raises:
         CheckpointError: the directory has no such step.
     """
-    targets = run.model.targets_of(run.optimizer)
+    targets = StateTargets(run.model, run.optimizer)
     with _reader(run.recipe, directory) as checkpointer:
         checkpointer.load(
             model=run.model.tensors, optimizer=targets, step=step, finite=run.model.trained
