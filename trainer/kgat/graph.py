@@ -18,8 +18,7 @@ Pairs = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Interactions:
-    """A data set: interactions of users with items, and triples of a knowledge graph about
-    items."""
+    """Interactions of users with items, and triples of a knowledge graph about items."""
 
     users: int
     items: int
@@ -102,8 +101,7 @@ def build_edges(data: Interactions) -> KnowledgeGraph:
 
 
 def fingerprint(data: Interactions) -> str:
-    """Return the SHA-256 of the training data: numbers of nodes, training interactions and
-    triples."""
+    """Return the SHA-256 of the training data: numbers of nodes, interactions and triples."""
     digest = hashlib.sha256(repr((data.users, data.items, data.entities)).encode())
     for array in (data.train, data.triples):
         digest.update(array.tobytes())
@@ -138,7 +136,6 @@ def _read_kgat(directory: Path, evaluate_on: str, _split_seed: int) -> Interacti
 
 
 def _largest(*arrays: NDArray[np.int64]) -> int:
-    """Return the largest number in all arrays; -1 if they are empty."""
     return max(int(array.max(initial=-1)) for array in arrays)
 
 
@@ -172,8 +169,8 @@ def _read_numbers(path: Path, columns: int) -> NDArray[np.int64]:
 
 
 def _read_recbole(directory: Path, evaluate_on: str, split_seed: int) -> Interactions:
-    """Read RecBole files. All interactions count, whatever their rating. If several items link to
-    one entity, the first item gets the entity's triples."""
+    # All interactions count, whatever their rating. If several items link to one entity, the first
+    # item gets the entity's triples.
     user, item = _read_columns(_existing(directory, "*.inter"), "user_id", "item_id")
     facts = _read_columns(_existing(directory, "*.kg"), "head_id", "relation_id", "tail_id")
     links = _read_columns(_existing(directory, "*.link"), "item_id", "entity_id")
@@ -218,10 +215,7 @@ def _split(pairs: Pairs, seed: int) -> tuple[Pairs, Pairs, Pairs]:
     from_end = ends[shuffled[:, 0]] - np.arange(len(shuffled))
     part = (from_end - 1) // np.maximum(1, counts // 10)[shuffled[:, 0]]
     part[counts[shuffled[:, 0]] < 10] = 2
-    train, validation, test = (
-        _unique(shuffled[kept]) for kept in (part >= 2, part == 1, part == 0)
-    )
-    return train, validation, test
+    return _unique(shuffled[part >= 2]), _unique(shuffled[part == 1]), _unique(shuffled[part == 0])
 
 
 def _read_columns(path: Path, *names: str) -> list[list[str]]:
@@ -248,7 +242,6 @@ def _read_columns(path: Path, *names: str) -> list[list[str]]:
 
 
 def _unique(rows: NDArray) -> NDArray[np.int64]:
-    """Sort rows, and drop duplicates."""
     return np.unique(rows.astype(np.int64), axis=0) if len(rows) else rows.astype(np.int64)
 
 

@@ -29,8 +29,6 @@ from trainer.recipe.seeds import stable_seed
 # Only the product with a dense matrix is used, which torch has had since 1.8.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
 
-Array = NDArray[np.int64]
-
 TOP = 20
 """Length of the recommendation list for recall and ndcg."""
 DEPTH = 100
@@ -43,11 +41,10 @@ CHUNK = 1 << 18
 
 class GraphTensors:
     """The graph as tensors on the model's device. They are not buffers of the model: they never
-    change, so neither DDP nor checkpoints need them."""
+    change, so neither DDP nor checkpoints need them. `popularity`: training interactions of each
+    item, (I,) int64."""
 
-    def __init__(self, edges: KnowledgeGraph, popularity: Array) -> None:
-        """Create the tensors. `popularity`: number of training interactions of each item, (I,)
-        int64."""
+    def __init__(self, edges: KnowledgeGraph, popularity: NDArray[np.int64]) -> None:
         self.nodes, self.relations = edges.nodes, edges.relations
         self.counts = np.bincount(edges.kinds, minlength=edges.relations).tolist()
         """Number of edges of each relation."""
@@ -142,11 +139,8 @@ class KGAT(nn.Module):
         kg_l2: Amount = 1e-5,
     ) -> None:
         """Build the model for a graph, with initial weights; called as `model.factory`.
-        docs/kgat.md explains the options, whose defaults are the paper's.
-
-        Raises:
-            RecipeError: the data is not a graph, or a key of the recipe does not work with KGAT.
-        """
+        docs/kgat.md explains the options, whose defaults are the paper's. Raises RecipeError if the
+        data is not a graph, or a key of the recipe does not work with KGAT."""
         super().__init__()
         stream = data and data.train
         if not isinstance(stream, GraphStream):
@@ -299,8 +293,7 @@ class KGAT(nn.Module):
         return self.attention
 
     def _evaluate(self, users: Tensor, known: Tensor, wanted: Tensor) -> dict[str, Tensor]:
-        """Return mean recall and ndcg over `users` for the model, and for a ranking of items by
-        popularity."""
+        """Return mean recall and ndcg over `users`, by the model and by popularity of the items."""
         popularity = self._graph.to(users.device).popularity
         items = self.user_embedding.num_embeddings + torch.arange(
             len(popularity), device=users.device
@@ -314,11 +307,7 @@ class KGAT(nn.Module):
 
 
 def _check(recipe: Recipe) -> None:
-    """Refuse a recipe with a setting that does not work with KGAT.
-
-    Raises:
-        RecipeError: names the first such key.
-    """
+    """Raise RecipeError for the first key of a recipe that does not work with KGAT."""
     precision = recipe.precision
     for key, wrong, why in (
         ("precision.dtype", precision.dtype != "fp32", "computes in fp32 only; set fp32"),

@@ -38,30 +38,24 @@ def open_graph(
     split_seed: int = 0,
 ) -> Samples:
     """Open interactions of users with items, and a knowledge graph about the items; called as
-    `data.factory`. docs/kgat.md explains the options.
-
-    Raises:
-        DataError: a file is missing or malformed.
-    """
+    `data.factory`. docs/kgat.md explains the options. Raises DataError if a file is missing or
+    malformed."""
     data = read_interactions(path, format, evaluate_on, split_seed)
     seed, global_batch = recipe.run.seed, recipe.batch.global_batch
     train = GraphStream(data, build_edges(data), seed, global_batch, triples_per_sample)
-    return Samples(train, validation=UserStream(data))
+    return Samples(train, validation=KgatEvaluationStream(data))
 
 
 class GraphStream:
-    """Training samples by position.
+    """Training samples by position: interactions, and edges of the graph.
 
     [Note: phases] An epoch is a phase of CF steps (collaborative filtering), whose samples are
     interactions, and then a phase of KG steps (knowledge graph), whose samples are edges. A phase
     has as many whole steps as are needed to take all interactions, or edges, once. It takes them
     from their endless order, beginning where the previous phase of its kind has ended.
 
-    Args:
-        data: the data set.
-        edges: the graph, from `build_edges(data)`.
-        global_batch: samples per step.
-        triples_per_sample: edges in a sample of the KG phase; 0: there is no KG phase.
+    Args: `edges` is `build_edges(data)`, `global_batch` the samples per step, `triples_per_sample`
+    the edges in a sample of the KG phase (0: there is no KG phase).
     """
 
     def __init__(
@@ -145,15 +139,9 @@ class GraphStream:
         purpose: str,
         is_true: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]],
     ) -> NDArray[np.int64]:
-        """Draw an integer in range(size) for each of `numbers`, uniformly among the integers that
-        do not complete a true pair or triple.
-
-        Args:
-            numbers: positions in the order of interactions or edges, on which the integers depend.
-            purpose: name of what is drawn, for the seed and the message.
-            is_true: (indices in `numbers`, integers drawn for these) → whether each integer
-                completes a true pair or triple.
-        """
+        """Draw an integer in range(size) for each position in `numbers`, uniformly among those that
+        do not complete a true pair or triple. `is_true`: (indices in `numbers`, integers drawn for
+        them) → whether each integer completes a true pair or triple."""
         key = stable_seed(self._seed, purpose)
         result, rows = np.empty_like(numbers), np.arange(len(numbers))
         for attempt in range(TRIES):
@@ -177,8 +165,8 @@ class GraphStream:
         return (heads * self.edges.relations + kinds) * self.edges.nodes + tails
 
 
-class UserStream:
-    """Evaluation samples by position: the users with held-out items."""
+class KgatEvaluationStream:
+    """Evaluation samples by position: the users with held-out items, and their items."""
 
     def __init__(self, data: Interactions) -> None:
         self._items = data.items

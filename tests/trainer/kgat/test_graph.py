@@ -13,7 +13,7 @@ from tests.graphs import ITEMS, KINDS, USERS, write_graph
 from trainer.data.order import random_integers
 from trainer.data.shards import DataError
 from trainer.kgat.graph import build_edges, read_interactions
-from trainer.kgat.stream import GraphStream, UserStream
+from trainer.kgat.stream import GraphStream, KgatEvaluationStream
 
 
 @pytest.fixture(scope="session")
@@ -157,7 +157,7 @@ def test_random_integers_are_even():
 
 
 def test_users_to_evaluate(data):
-    stream = UserStream(data)
+    stream = KgatEvaluationStream(data)
     batch = stream.fetch([3, 59])
     assert batch["users"].tolist() == [3, 59]
     for row, user in enumerate((3, 59)):
