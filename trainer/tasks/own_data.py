@@ -19,12 +19,7 @@ TRIED = 8
 
 def open_samples(recipe: Recipe) -> tuple[Samples, Stream, Stream | None]:
     """Call `data.factory`. Returns its result, the training stream, and the validation stream or
-    None.
-
-    Raises:
-        RecipeError: the factory is missing, or returns no data to train on.
-        DataError: the data is malformed.
-    """
+    None. Raises RecipeError or DataError if the factory or its data is unusable."""
     data, name = recipe.data, recipe.data.factory or ""
     returned = call_factory("data.factory", name, data.factory_options, recipe=recipe)
     if type(returned) is tuple and all(map(_is_data_set, returned)):
@@ -67,26 +62,15 @@ def _is_data_set(value: Any) -> bool:
 
 
 def first_batch(stream: Stream, name: str) -> dict[str, Any]:
-    """Fetch the first TRIED samples of a stream, as a batch. `name`: the factory, for messages.
-
-    Raises:
-        RecipeError: the user's stream fails.
-        DataError: a value cannot be passed to a model.
-    """
+    """Fetch the first TRIED samples of a stream, as a batch. Raises RecipeError if the user's
+    stream fails. `name`: the factory, for that message."""
     with refusing("data.factory", f"fetch of {name}"):
         return inputs_of(stream.fetch(range(min(stream.sequences, TRIED))))
 
 
 def check_decoder_inputs(batch: dict[str, Any], vocab_size: int, multiple: int) -> None:
-    """Refuse data that a bundled decoder cannot read.
-
-    Args:
-        batch: the first samples.
-        multiple: number that must divide the length of a sequence, for sequence parallelism.
-
-    Raises:
-        DataError: inputs are missing, out of vocabulary, or of the wrong length.
-    """
+    """Raise DataError for samples that a bundled decoder cannot read: inputs are missing, out of
+    vocabulary, or of a length that `multiple` (for sequence parallelism) does not divide."""
     missing = {"input_ids", "labels"} - batch.keys()
     if missing:
         raise DataError(

@@ -32,14 +32,7 @@ _ELSEWHERE = re.compile(r"fake|meta tensor|NoneType", re.IGNORECASE)
 
 
 def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> None:
-    """Refuse a model whose `forward` does not take the inputs of a micro-batch.
-
-    Args:
-        names: names of the inputs.
-
-    Raises:
-        RecipeError: shows the signature and the inputs.
-    """
+    """Raise RecipeError if the model's `forward` does not take inputs of these names."""
     try:
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):  # Python cannot determine the signature
@@ -56,8 +49,7 @@ def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> N
 
 
 def attributes_of(model: nn.Module) -> dict[str, Any]:
-    """Return the fields of a `Task` that a user's model determines by its attributes, see
-    docs/extending.md."""
+    """Return the fields of a `Task` that attributes of a user's model give (docs/extending.md)."""
     change = getattr(model, "after_step", None)
 
     @torch.no_grad()
@@ -85,14 +77,8 @@ _NO_SPARSE = "which no strategy can reduce; leave sparse=False"
 
 
 def check_tensors(model: nn.Module, what: str) -> None:
-    """Refuse parameters and buffers that cannot be trained, sharded or saved.
-
-    Args:
-        what: name of the user's factory, for the message.
-
-    Raises:
-        RecipeError: names the first such tensor, and what to do.
-    """
+    """Raise RecipeError for the first parameter or buffer that cannot be trained, sharded or saved.
+    `what`: name of the user's factory, for the message."""
     persistent = model.state_dict(keep_vars=True).keys()
     named: list[tuple[str, torch.Tensor]] = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -202,12 +188,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 def keep_in_float32(recipe: Recipe, model: nn.Module, what: str) -> list[str]:
     """Convert parameters and buffers in bf16 or fp16 to float32. Tied parameters stay tied. Frozen
     parameters keep their dtype if `precision.dtype` casts all weights anyway. Returns notes about
-    dtypes.
-
-    Args:
-        model: a whole model on the CPU or the meta device.
-        what: name of the factory or model, for the notes.
-    """
+    dtypes. `what`: name of the factory or model, for these notes."""
     if torch.get_default_dtype() in _HALVES:  # a factory may have changed the default
         torch.set_default_dtype(torch.float32)
     cast = recipe.precision.dtype != "fp32"
@@ -250,11 +231,8 @@ def _short(dtype: torch.dtype) -> str:
 
 def give_next_tokens(recipe: Recipe, model: nn.Module) -> list[str]:
     """Stop a model from shifting labels, because labels of prepared data are the next tokens
-    already. Returns notes for the user.
-
-    Raises:
-        RecipeError: the model does not accept `shift_labels`, as in older versions of transformers.
-    """
+    already. Returns notes for the user. Raises RecipeError if the model does not accept
+    `shift_labels`, as in older versions of transformers."""
     if not shifts_labels(model):
         return []
     what = f"{type(model).__name__}, which {recipe.model.factory} returned,"
@@ -282,7 +260,7 @@ def give_next_tokens(recipe: Recipe, model: nn.Module) -> list[str]:
 
 def shifts_labels(model: nn.Module) -> bool:
     """Return whether a model of transformers shifts labels by one, so that the inputs serve as
-    labels. That is so if its forward calls `loss_function`, and this is ForCausalLMLoss."""
+    labels: its forward calls the model's `loss_function`, which is ForCausalLMLoss."""
     # Unwrapped, because transformers decorates forward.
     passes = (inspect.unwrap(one.forward) for one in type(model).mro() if hasattr(one, "forward"))
     codes = (getattr(one, "__code__", None) for one in passes)
@@ -304,10 +282,7 @@ def check_forward(
     Args:
         model: a user's model on the CPU.
         inputs: a micro-batch.
-        given: origin of the inputs, for the message.
-
-    Raises:
-        RecipeError: names the place in the user's code.
+        given: origin of the inputs, for the message of the RecipeError.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -326,6 +301,7 @@ def check_forward(
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    failed: Exception | None = None
     logging.disable()  # torch would log errors that are handled here
     try:
         with mode:
@@ -334,9 +310,7 @@ def check_forward(
             result = call(fakes, batch)
         problem = problem_of(result)
     except Exception as error:
-        failed: Exception | None = error
-    else:
-        failed = None
+        failed = error
     finally:
         logging.disable(logging.NOTSET)
     if failed and not (_fails_anywhere(failed) and place_in(failed)):
@@ -380,16 +354,9 @@ def refusing_misfits(
     recipe: Recipe, pulse: Pulse, first: Callable[[], bool]
 ) -> Generator[None, None, None]:
     """Context around steps that converts failures of the user's code. In the first step of a run a
-    failure counts as wrong input. A later failure ends the run for good, because the step would
-    fail again.
-
-    Args:
-        first: returns whether no step was trained yet, and no attempt has failed.
-
-    Raises:
-        RecipeError: in the first step; names the place in the user's code.
-        OwnCodeError: in later steps.
-    """
+    failure counts as wrong input, a RecipeError. Later it becomes an OwnCodeError, which ends the
+    run for good, because the step would fail again. `first`: returns whether no step was trained
+    yet, and no attempt has failed."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -404,8 +371,7 @@ def refusing_misfits(
 
 
 def _misfit(recipe: Recipe, error: BaseException, first: bool) -> str | None:
-    """Return the message for a failure of the user's code that will occur again; None for other
-    errors."""
+    """Return the message for a failure of the user's code; None for errors of other causes."""
     if isinstance(error, RecipeError) or (isinstance(error, DataError) and recipe.data.factory):
         return str(error)
     if not is_wrong(error) or (isinstance(error, RuntimeError) and is_lost_peer(error)):

@@ -73,8 +73,8 @@ class Task:
     blocks: Sequence[nn.Module]
     """Blocks of the model: units of sharding, recomputation and compilation."""
     fill: "Fill | None"
-    """Function that returns initial weights and persistent buffers, see parallelize.Fill; None for
-    a factory's model, which has values already."""
+    """Returns initial weights and persistent buffers, see parallelize.Fill; None for a factory's
+    model, which has values already."""
     stream: Stream
     validation: ValidationSet | None
     flops_per_token: float
@@ -92,11 +92,10 @@ class Task:
     """Expected number of labels of a sample (see COUNTED). Losses are divided by it in each pass;
     the step corrects gradients once the real number is known."""
     counts_labels: bool = False
-    """Whether the run counts labels as its tokens, because their number varies by sequence;
-    otherwise all tokens of sequences are counted."""
+    """Whether `tokens` of the run are labels, whose number varies by sequence, not all tokens."""
     tried: Sequence[Mapping[str, torch.Tensor]] = ()
-    """Batches for a trial pass: one of the training data, and one of the validation data, if there
-    are any. Empty for prepared data."""
+    """Batches for a trial pass: of training data and, if there is any, of validation data. Empty
+    for prepared data."""
     notes: Sequence[str] = ()
     """Notes for the user before training."""
     groups: Sequence[ParameterGroup] = ()
@@ -116,18 +115,14 @@ class Task:
 
 
 def optimizer_options(recipe: Recipe, task: Task) -> Optimizer:
-    """Return the recipe's optimizer options, with the model's parameter groups after the
-    recipe's."""
+    """Return the recipe's optimizer options, with parameter groups of the model added."""
     return replace(recipe.optimizer, groups=(*recipe.optimizer.groups, *task.groups))
 
 
 def build_task(recipe: Recipe) -> Task:
-    """Open the data and build the model. Needs neither a process group nor a GPU.
-
-    Raises:
-        RecipeError: an input of the recipe is missing, or does not fit the other inputs.
-        DataError: a prepared data set is damaged.
-    """
+    """Open the data and build the model. Needs neither a process group nor a GPU. Raises
+    RecipeError if inputs of the recipe are missing or do not fit each other, DataError if a
+    prepared data set is damaged."""
     if recipe.data.factory:
         return _build_on_samples(recipe)
     stream, validation = open_streams(recipe)
@@ -138,51 +133,33 @@ def build_task(recipe: Recipe) -> Task:
         check_signature(recipe, model, ["input_ids", "labels", *documents])
         parameters, trained = _counts(model)
         return Task(
-            type(model).__name__,
-            model,
-            blocks,
-            None,
-            stream,
-            validation,
-            # Per parameter and token: 2 FLOPs forward, 4 backward.
-            6.0 * parameters,
-            parameters,
-            trained,
-            notes=[*notes, *_of_chats(stream)],
-            **attributes_of(model),
-            **_counting(stream),
-        )
+            type(model).__name__, model, blocks, None, stream, validation,
+            6.0 * parameters,  # per parameter and token: 2 FLOPs forward, 4 backward
+            parameters, trained, notes=[*notes, *_of_chats(stream)],
+            **attributes_of(model), **_counting(stream),
+        )  # fmt: skip
     text_model, fill, of_model = build_text_model(recipe)
     _check_vocabulary(recipe, text_model)
     source = location(recipe.data.sources[0].path)
     start, ours = recipe.model.init_from, _family_and_sizes(text_model)
     begin = location(start) if start else None
     files, notes = files_beside(begin, source, read_index(source), *ours)
-    if recipe.precision.master == "bf16_stochastic":
-        files = of_bf16(files)
     further = {**_of_model(recipe, text_model), **_counting(stream)}
+    flops = text_model.flops_per_token(recipe.data.seq_len)
     return Task(
-        _name(recipe, text_model),
-        text_model,
-        list(text_model.blocks),
-        fill,
-        stream,
-        validation,
-        text_model.flops_per_token(recipe.data.seq_len),
-        *_counts(text_model),
-        _with_adapter(recipe, text_model, files),
-        notes=[*of_model, *notes, *_of_chats(stream)],
-        **further,
-    )
+        _name(recipe, text_model), text_model, list(text_model.blocks), fill, stream, validation,
+        flops, *_counts(text_model), _completed(recipe, text_model, files),
+        notes=[*of_model, *notes, *_of_chats(stream)], **further,
+    )  # fmt: skip
 
 
 def _of_model(recipe: Recipe, model: TextModel) -> dict[str, Any]:
     """Return the fields of a `Task` that the model or its family determines."""
-    tied = {"tied_copies": model.tied_copies}
-    if isinstance(model, TransformersModel):
-        return tied
-    groups, after_step = model.family.groups, after_step_of(recipe, model.family)
-    return {**tied, "groups": groups, "after_step": after_step}
+    fields: dict[str, Any] = {"tied_copies": model.tied_copies}
+    if not isinstance(model, TransformersModel):
+        fields["groups"] = model.family.groups
+        fields["after_step"] = after_step_of(recipe, model.family)
+    return fields
 
 
 def _family_and_sizes(model: TextModel) -> tuple[Architecture | None, Family | None]:
@@ -231,17 +208,19 @@ def _name(recipe: Recipe, model: TextModel) -> str:
 
 def _counts(model: nn.Module) -> tuple[int, int]:
     """Return the numbers of all weights and of trained weights."""
-    parameters = [*model.parameters()]
+    parameters = list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     # A packed nf4 parameter has fewer elements than weights.
     every = weights_in if isinstance(model, Decoder | TransformersModel) else nn.Parameter.numel
     return sum(map(every, parameters)), trained
 
 
-def _with_adapter(recipe: Recipe, model: TextModel, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the further files of a checkpoint. With an adapter, they have adapter_config.json in
-    place of config.json."""
+def _completed(recipe: Recipe, model: TextModel, files: dict[str, bytes]) -> dict[str, bytes]:
+    """Return the model's files as checkpoints of this recipe have them: for weights in bf16, and
+    with an adapter adapter_config.json in place of config.json."""
     adapter, base = recipe.model.adapter, recipe.model.init_from
+    if recipe.precision.master == "bf16_stochastic":
+        files = of_bf16(files)
     if adapter is None or base is None:
         return files
     # With config.json transformers would open an adapter as a whole model with random weights.
@@ -250,8 +229,7 @@ def _with_adapter(recipe: Recipe, model: TextModel, files: dict[str, bytes]) -> 
 
 
 def _build_on_samples(recipe: Recipe) -> Task:
-    """Build a task on the data of `data.factory`. Its FLOPs are unknown, because the cost of a
-    sample is."""
+    """Build a task on the data of `data.factory`. FLOPs are 0: the cost of a sample is unknown."""
     samples, stream, held_out = open_samples(recipe)
     streams = [one for one in (stream, held_out) if one]
     notes: list[str] = []
@@ -280,9 +258,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
                 "run.samples: needs a tokenizer, and data.factory has none; remove it, or start "
                 "from a model with a tokenizer.json (model.init_from)"
             )
-        if recipe.precision.master == "bf16_stochastic":
-            files = of_bf16(files)
-        further = {"files": _with_adapter(recipe, model, files), **_of_model(recipe, model)}
+        further = {"files": _completed(recipe, model, files), **_of_model(recipe, model)}
         name, notes = _name(recipe, model), [*of_model, *notes]
     for batch in tried:
         check_signature(recipe, model, batch)
@@ -308,11 +284,7 @@ def check_plannable(recipe: Recipe) -> None:
 
 def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], float]:
     """Build the model of a recipe without its data; returns (model, its blocks,
-    `Task.flops_per_token`).
-
-    Raises:
-        RecipeError: the model cannot be built or planned.
-    """
+    `Task.flops_per_token`). Raises RecipeError if the model cannot be built or planned."""
     check_plannable(recipe)
     if recipe.model.factory:
         model, blocks, _ = _call_factory(recipe)
@@ -336,9 +308,7 @@ def _loss_values(means: Mapping[str, float]) -> dict[str, float]:
 
 
 def _how_to_prepare(recipe: Recipe, directory: str) -> str:
-    """Return the command that prepares a data set for a recipe, for a message: from a known corpus
-    if the directory has its name, with the model's tokenizer, or a new tokenizer of the model's
-    vocabulary size. For a bucket, return the command that copies a data set there."""
+    """Return the command that prepares a data set for a recipe, or copies one to a bucket."""
     if "://" in directory:
         return shlex.join(["perdure", "data", "copy", "DIRECTORY", directory])
     from trainer.data.prepare.corpora import CORPORA  # imported only for this message
@@ -358,13 +328,8 @@ def _how_to_prepare(recipe: Recipe, directory: str) -> str:
 
 def open_streams(recipe: Recipe) -> tuple[TokenStream, ValidationSet | None]:
     """Open the training and validation data; without `run.evaluate_every`, the validation set is
-    None.
-
-    Raises:
-        RecipeError: data is missing, or too small.
-        DataError: data is damaged.
-        StorageError: a store does not answer, or gives no access.
-    """
+    None. Raises RecipeError if data is missing or too small, DataError if it is damaged, and
+    StorageError if a store does not answer or gives no access."""
     data = recipe.data
     for number, source in enumerate(data.sources):
         if not is_prepared(source.path):

@@ -38,21 +38,15 @@ AfterStep = Callable[["ParallelModel", int], None]
 
 def build_text_model(recipe: Recipe) -> "tuple[TextModel, Fill, list[str]]":
     """Build the language model of a recipe on the meta device. Returns the model, a function that
-    returns initial weights, and notes for the user.
-
-    Raises:
-        RecipeError, ConfigError: the model cannot be built.
-    """
+    returns initial weights, and notes for the user. Raises RecipeError or ConfigError if the model
+    cannot be built."""
     reason = reason_for_theirs(recipe)
     return _decoder(recipe) if reason is None else _of_transformers(recipe, reason)
 
 
 def reason_for_theirs(recipe: Recipe) -> str | None:
     """Return why the model of a recipe is one of transformers; None if it is Perdure's decoder.
-
-    Raises:
-        RecipeError, ConfigError: `model.init_from` has no valid config.json.
-    """
+    Raises RecipeError or ConfigError if `model.init_from` has no valid config.json."""
     model = recipe.model
     if not model.init_from or model.factory or model.family or model.implementation == "perdure":
         return None
@@ -66,7 +60,6 @@ def reason_for_theirs(recipe: Recipe) -> str | None:
 
 
 def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, Fill, list[str]]":
-    """Build a model of transformers, see `build_text_model`."""
     built = build_theirs(location(recipe.model.init_from or ""), reason)
     model = TransformersModel(built, repeated_blocks(built.module))
     theirs, strategy = f"{model.name} of transformers", recipe.strategy
@@ -110,7 +103,6 @@ def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, F
 
 
 def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
-    """Build a decoder by `model.architecture` or `model.init_from`, see `build_text_model`."""
     family = find_family(recipe.model.family) if recipe.model.family else None
     if given := recipe.model.architecture:
         family = family or family_of(given.model_type)
@@ -165,8 +157,8 @@ def _read_init_config(recipe: Recipe, family: Family | None) -> Architecture:
 
 
 def after_step_of(recipe: Recipe, family: Family) -> AfterStep | None:
-    """Return the function by which the family changes the model after a step; None if there is
-    none, or with an adapter, under which the weights are frozen."""
+    """Return the function by which the family changes the model after a step; None if it has none.
+    None also with an adapter, under which the weights are frozen."""
     change = family.after_step
     if change is None or recipe.model.adapter:
         return None
