@@ -13,14 +13,13 @@ from trainer.run.preflight import folders_of
 
 def folders(arguments: tuple[str, ...]) -> dict[str, str]:
     """Return the local paths that the ranks need, by recipe key. `arguments`: path of the recipe,
-    then overrides such as "run.steps=10"."""
+    and overrides."""
     return folders_of(load_recipe(arguments[0], arguments[1:]))
 
 
 def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:
     """Return the fields of `elastic.node.program.JobFacts` for a node with `ranks` ranks; only
-    `error` if the recipe cannot be trained on the node. `arguments`: path of the recipe, then
-    overrides."""
+    `error` if the recipe cannot be trained on the node."""
     try:
         recipe, _, _, identity = prepare(arguments)
         mesh_shape(recipe, least_nodes(recipe, 1, ranks) * ranks, ranks)

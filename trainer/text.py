@@ -28,8 +28,8 @@ def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[l
 
 
 def table(rows: Sequence[Sequence[str]], right: Container[int] = (), indent: str = "") -> list[str]:
-    """Format rows as lines of aligned cells. `right`: indices of the columns to align at the right.
-    `indent`: begins each line."""
+    """Format rows as lines that begin with `indent`. `right`: indices of the columns to align at
+    the right."""
     return [indent + "  ".join(row).rstrip() for row in aligned(rows, right)]
 
 
@@ -64,11 +64,7 @@ def terminal_columns(stream: TextIO) -> int | None:
 
 def visible(text: str, kept: str = "\n\t") -> str:
     """Escape control characters as in Python strings, such as `\\x1b`, so that the text cannot
-    control a terminal. All languages and emoji are unchanged.
-
-    Args:
-        text: text of any origin.
-        kept: control characters to keep.
+    control a terminal. All languages and emoji are unchanged. `kept`: control characters to keep.
     """
     if text.isprintable():
         return text

@@ -28,9 +28,8 @@ COMMAND_SECONDS, POST_SECONDS = 30.0, 10.0
 
 
 class Alerts:
-    """A sink (see sinks.py) that reports each condition of `tracking.alerts` when it begins to
-    hold. If this process is killed, its successor reports the conditions that still hold once
-    more."""
+    """A sink that reports each condition of `tracking.alerts` when it begins to hold. If this
+    process is killed, its successor reports the conditions that still hold once more."""
 
     def __init__(self, run_dir: Path) -> None:
         tracking = yaml.safe_load(read_text(run_dir / "recipe.yaml"))["tracking"]
@@ -66,13 +65,13 @@ class Alerts:
         return max(after, self._newest)
 
     def close(self) -> None:
-        """Does nothing: no record is buffered."""
+        """Does nothing, as no record is buffered."""
 
     def _reason_now(
         self, condition: AlertCondition | None, values: Mapping[str, float]
     ) -> str | None:
-        """Return why a condition holds for the `values` of a record; "" if it does not hold; None
-        if the record lacks the value that the condition compares."""
+        """Return why a condition holds for a record; "" if it does not; None if the record lacks
+        the value that the condition compares."""
         if isinstance(condition, FailureAlert) and "failures" in values:
             more = values["failures"] - self._failures
             return f"{values['failures']:.0f} failure(s) by now" if more > 0 else ""
@@ -104,7 +103,6 @@ class Alerts:
 
 
 def _failure(error: Exception) -> str:
-    """What went wrong, without the command or URL."""
     match error:
         case subprocess.CalledProcessError():
             return f"its command ended with exit code {error.returncode}"
@@ -118,11 +116,7 @@ def _failure(error: Exception) -> str:
 
 
 def _run(command: str, text: str) -> None:
-    """Run a shell command with the text in the environment variable PERDURE_ALERT.
-
-    Raises:
-        OSError, SubprocessError: the command fails, or exceeds COMMAND_SECONDS.
-    """
+    """Run a shell command with the text in the environment variable PERDURE_ALERT."""
     process = subprocess.Popen(
         ["sh", "-c", command],
         env={**os.environ, "PERDURE_ALERT": text},
@@ -143,12 +137,7 @@ def _run(command: str, text: str) -> None:
 
 
 def _post(url: str, text: str) -> None:
-    """Post the text to a webhook; `env:NAME` takes the URL from an environment variable.
-
-    Raises:
-        LookupError: the variable is not set.
-        OSError, ValueError: the webhook cannot be reached, refuses, or is no URL.
-    """
+    """Post the text to a webhook; `env:NAME` takes the URL from an environment variable."""
     if url.startswith("env:"):
         name = url.removeprefix("env:")
         if not (url := os.environ.get(name, "")):

@@ -1,5 +1,5 @@
 """`batch.balance: speed`: measures the ranks, and divides the global batch in proportion to their
-speed. Imported only if the recipe uses it.
+speed.
 
 [Note: balance] Ranks are measured over windows of STEPS steps. A rank times its forward passes
 only, because a backward pass includes waiting for the gradients of all ranks. The all-reduce of the
@@ -34,13 +34,9 @@ MOST_LISTED = 8
 
 
 class SpeedShares:
-    """Divides each global batch among data-parallel ranks by their measured speed.
-
-    Args:
-        recipe: has a number for `batch.micro_batch`, not "auto".
-        plan: the first plan, with equal shares.
-        ahead: micro-batches that a loader requests before they are used.
-    """
+    """Divides each global batch among data-parallel ranks by their measured speed. `plan`: the
+    first plan, with equal shares. `ahead`: micro-batches that a loader requests before they are
+    used."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, plan: BatchPlan, ahead: int) -> None:
         lockstep = recipe.gathers_twice or recipe.strategy.reduce_every_pass
@@ -73,11 +69,8 @@ class SpeedShares:
 
     def to_sum(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Return what this rank appends to the step's all-reduce: after a window a vector with one
-        entry per rank, all 0 but for its own measurement; otherwise [].
-
-        Args:
-            like: has the dtype (float64) and device of the vector.
-        """
+        entry per rank, all 0 but for its own measurement; otherwise []. `like`: a tensor with the
+        vector's dtype (float64) and device."""
         if not self._sends:
             return []
         ranks = like.new_zeros(self._mesh.dp_size * self._mesh.together)
@@ -96,15 +89,13 @@ class SpeedShares:
     # --- after a step ------------------------------------------------------------------------
 
     def after_step(self, sequences: int, compute: float, *, odd: bool) -> str:
-        """Add a step to the measurements; at the end of a window decide on shares. On all ranks.
+        """Add a step to the measurements; at the end of a window decide on shares. Returns a
+        message for the log if the shares change; else "". On all ranks.
 
         Args:
             sequences: number of sequences consumed, including this step's.
             compute: mean seconds of this rank's forward passes.
             odd: whether the step took longer for a known reason, and is not measured.
-
-        Returns:
-            A message for the log if the shares change; else "".
         """
         begin = sequences - self._balance.plan.global_batch
         passes = list(self.plan_at(begin).micro_batches(self._mesh.dp_rank, begin))
@@ -130,7 +121,7 @@ class SpeedShares:
 
     def _change(self, sequences: int) -> str:
         """Schedule the new batch plan of `self._balance` for a later step. Return a message for the
-        log. `sequences`: number of sequences consumed so far."""
+        log."""
         new, (_, old) = self._balance.plan, self._plans[-1]
         ranks = range(self._mesh.dp_size)
         # Loaders have requested `ahead` micro-batches; on a GPU those of the next step as well.
@@ -166,8 +157,7 @@ class SpeedShares:
 
     @contextmanager
     def timing(self, model: nn.Module) -> Iterator[None]:
-        """While entered, time the forward passes of the blocks of `model`, if FSDP waits in
-        them."""
+        """While entered, time the forward passes of the model's blocks, if FSDP waits in them."""
         hooks = []
         if self._waits:
             for unit in model.modules():

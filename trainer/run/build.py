@@ -1,7 +1,5 @@
-"""Build a `Run` from a recipe: mesh, model, optimizer, restored state.
-
-A restart takes the same path as a start, and finds a checkpoint to load.
-"""
+"""Build a `Run` from a recipe: mesh, model, optimizer, restored state. A restart takes the same
+path as a start, and finds a checkpoint to load."""
 
 import copy
 import gc
@@ -35,15 +33,14 @@ from trainer.parallel.parallelize import DTYPES, parallelize
 from trainer.parallel.rejoin import CAN_RESET, rejoin
 from trainer.recipe import Recipe, RecipeError, Strategy, counted, strategies
 from trainer.run.join import Joined
-from trainer.run.metrics import Log, Startup
+from trainer.run.metrics import UNWRITTEN, Log, Startup
 from trainer.run.micro_batch import settled
 from trainer.run.preflight import slow_arithmetic, use_of_blocks
 from trainer.run.provenance import changes_of_start, describe_changes, digest_of, show_recipe
 from trainer.run.reference import Reference
-from trainer.run.saves import UNWRITTEN, load_beginning, restore
+from trainer.run.saves import load_beginning, restore
 from trainer.run.speed import peak_flops
 from trainer.run.state import ProcessContext, Progress, Run
-from trainer.run.step import compute_pass
 from trainer.tasks.task import Task, optimizer_options
 from trainer.tasks.text_model import documents_for
 
@@ -124,8 +121,8 @@ def build(process: ProcessContext, joined: Joined) -> Iterator[BuiltModel]:
 
 
 def reason_to_rebuild(last: Run, recipe: Recipe) -> str:
-    """Why this process cannot keep the model and the optimizer of its last run; "" if it can.
-    `recipe`: resolved for the present world."""
+    """Return why this process cannot keep the model and the optimizer of its last run; "" if it
+    can. `recipe`: resolved for the present world."""
     rank, _, size, _ = now = read_environment()
     world, strategy = last.world, recipe.strategy
     if recipe.elastic.recovery == "rebuild":
@@ -145,7 +142,7 @@ def reason_to_rebuild(last: Run, recipe: Recipe) -> str:
 
 
 def with_copied_model(task: Task) -> Task:
-    """The task with a copy of its model, to be trained; the original stays as it is."""
+    """Return the task with a copy of its model, to be trained; the original stays as it is."""
     model, blocks = copy.deepcopy((task.model, task.blocks))
     return replace(task, model=model, blocks=blocks)
 
@@ -172,7 +169,7 @@ def restore_state(process: ProcessContext, built: BuiltModel) -> Iterator[Run]:
         # imported only where the recipe uses it
         from trainer.run.witness import Witness, wrong_attempts
 
-        witness = Witness(recipe.elastic.witness, mesh.dp_size, compute_pass)
+        witness = Witness(recipe.elastic.witness, mesh.dp_size)
         wrong = wrong_attempts(recipe.directory)
     progress, state = restore(
         checkpointer, model, optimizer, recipe, task, agreement.init_from, built.kept,
@@ -234,8 +231,7 @@ def start_line(
     changed: Mapping[str, tuple[Any, Any]],
     startup: Startup,
 ) -> StartLine:
-    """The ledger's line about this start. `state`: of the loaded checkpoint, None without one;
-    `changed`: see `changes_of_start`."""
+    """Return the ledger's line about this start. `state`: of the loaded checkpoint, if any."""
     recipe, stream, world = built.recipe, built.task.stream, built.joined.world
     agreement = built.joined.agreement
     return StartLine(
@@ -270,8 +266,8 @@ def start_line(
 def shares_by_speed(
     recipe: Recipe, mesh: Mesh, plan: BatchPlan, model: ParallelModel, task: Task
 ) -> Iterator["SpeedShares | None"]:
-    """Yield the shares of `batch.balance: speed`; None if all shares are equal, as in `plan`. Until
-    the exit, forward passes of the model are timed, by which the shares are chosen."""
+    """Context in which forward passes are timed for `batch.balance: speed`. Yields the object that
+    chooses the shares of ranks, or None if all shares are equal, as in `plan`."""
     if recipe.batch.balance == "equal" or mesh.dp_size == 1:
         yield None
         return
@@ -301,17 +297,13 @@ def model_and_optimizer(
 
 @torch.no_grad()
 def check_documents(model: ParallelModel, recipe: Recipe, task: Task, device: torch.device) -> None:
-    """Test whether a transformers model keeps documents apart: the loss of the second document must
-    not change with the first. On all ranks.
-
-    Raises:
-        RecipeError: the loss changes; raised on all ranks.
-    """
+    """Raise RecipeError if a transformers model does not keep documents apart: the loss of the
+    second document must not change with the first. On all ranks."""
     theirs, length = task.model, min(recipe.data.seq_len, TRIED_LENGTH) // 2
     if not isinstance(theirs, TransformersModel) or not documents_for(recipe):
         return
     if not recipe.data.sources or not length or recipe.strategy.compile:
-        return  # with strategy.compile, compiling for these short sequences would take long
+        return  # compiling the model for these short sequences would take long
     ids = torch.arange(2 * length, device=device)[None] % theirs.vocab_size
     documents = torch.arange(2 * length, device=device)[None] // length
     labels = ids.roll(-1, 1).masked_fill(documents == 0, IGNORED_LABEL)
@@ -320,8 +312,7 @@ def check_documents(model: ParallelModel, recipe: Recipe, task: Task, device: to
             model({"input_ids": inputs, "labels": labels, "document_ids": documents})["loss"]
             for inputs in (ids, torch.where(documents == 0, ids.flip(1), ids))
         )
-    # The tolerance is for experts: the other tokens of a batch change how an expert's results
-    # round.
+    # The tolerance is for experts, whose results round by all the tokens that an expert gets.
     if not torch.allclose(loss, changed_loss, rtol=1e-2):
         raise RecipeError(
             f"data.document_mask: in {theirs.name} of transformers a document changes the loss of "
@@ -331,8 +322,8 @@ def check_documents(model: ParallelModel, recipe: Recipe, task: Task, device: to
 
 @contextmanager
 def abandon_when_recalled(checkpointer: TensorCheckpointer, recall: RecallSocket) -> Iterator[None]:
-    """On a recall of this process, end its checkpointer without waiting for storage: the next
-    attempt begins from the copy in memory."""
+    """Context that ends the checkpointer on a recall of this process, without waiting for storage:
+    the next attempt begins from the copy in memory."""
     recall.stop = checkpointer.interrupt
     try:
         yield
@@ -346,8 +337,8 @@ def abandon_when_recalled(checkpointer: TensorCheckpointer, recall: RecallSocket
 
 @contextmanager
 def attention_kernel(recipe: Recipe, task: Task, device: torch.device) -> Iterator[list[str]]:
-    """While entered, the fastest installed kernel computes a decoder's attention on a GPU. Yields
-    log lines about it."""
+    """Context in which the fastest installed kernel computes a decoder's attention on a GPU. Yields
+    log lines about the kernel."""
     if device.type != "cuda" or not isinstance(task.model, Decoder):
         yield []
         return
@@ -373,8 +364,8 @@ def attention_kernel(recipe: Recipe, task: Task, device: torch.device) -> Iterat
 
 
 def describe(run: Run) -> str:
-    """The log's description of a run at its start, with the arithmetic of the batch; after a
-    failure also its cause, and the steps that it cost."""
+    """Describe a run at its start for the log, with the arithmetic of the batch; after a failure
+    also its cause, and the steps that it cost."""
     recipe, task, world, start = run.recipe, run.task, run.world, run.start
     idle = 0.0
     if run.model.pipeline:
@@ -424,13 +415,8 @@ def describe(run: Run) -> str:
 
 
 def idle_share(strategy: Strategy, passes: int, costs: Sequence[float]) -> float:
-    """Return the share of a step in which the ranks of a pipeline wait.
-
-    Args:
-        strategy: has a pipeline.
-        passes: micro-batches of a step.
-        costs: relative cost of each stage.
-    """
+    """Return the share of a step in which the ranks of a pipeline wait. `passes`: micro-batches of
+    a step. `costs`: relative cost of each stage."""
     # imported only where the recipe uses it
     from trainer.parallel.schedules import COST, arranged, schedule, simulate
 
@@ -440,7 +426,7 @@ def idle_share(strategy: Strategy, passes: int, costs: Sequence[float]) -> float
 
 
 def without_peak(recipe: Recipe, world: World) -> list[str]:
-    """A note that the run reports no MFU because this GPU's peak is unknown; [] if it is known."""
+    """Return a note that no MFU is reported, as this GPU's peak is unknown; [] if it is known."""
     if world.device.type != "cuda" or peak_flops(recipe, world.device):
         return []
     name = torch.cuda.get_device_name(world.device)

@@ -1,8 +1,7 @@
 """Directories for compiled code that no other user can write to.
 
-torch's inductor and triton execute what they find in their caches, and inductor unpickles it. Its
-default cache is `torchinductor_USER` in the temporary directory, which another user can create
-first.
+torch's inductor and triton execute what they find in their caches. Another user can create the
+default cache, `torchinductor_USER` in the temporary directory, first.
 """
 
 import os
@@ -18,16 +17,12 @@ INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 def keep_caches_closed(run_directory: Path, compiles: bool = False) -> None:
     """Set the cache directories of this process and its children to ones that no other user can
-    write to. Called before anything is compiled.
+    write to. Called before anything is compiled. Raises RecipeError if there are none.
 
     Args:
         run_directory: holds the cache if the user's own cache directory is not safe.
-        compiles: whether the recipe sets `strategy.compile`.
-
-    Raises:
-        RecipeError: other users can write to a directory that INDUCTOR or TRITON names; or, if
-            INDUCTOR names none, to each directory that could be used; or, with `compiles`, to
-            torch's default directory.
+        compiles: whether the recipe sets `strategy.compile`. Then torch's default directory must be
+            safe too.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

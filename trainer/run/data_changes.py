@@ -44,11 +44,8 @@ LOOK_SECONDS = 1.0
 
 
 def shared_changes(recipe: Recipe, changes: Sequence[DataChange]) -> Recipe:
-    """Return the recipe with the accepted changes, which rank 0 reads and broadcasts. On all ranks.
-
-    Raises:
-        RecipeError: the changes do not fit the recipe.
-    """
+    """Return the recipe with the accepted changes, which rank 0 broadcasts. On all ranks. Raises
+    RecipeError if they do not fit the recipe."""
     with failing_alike():
         values = RankGroup(dist.group.WORLD).on_main(lambda: json.dumps(plain(changes)))
     return with_changes(recipe, parsed(json.loads(values)), CHANGES)
@@ -90,12 +87,9 @@ class DataChanges:
             self._next = math.inf
 
     def _accept(self, change: DataChange) -> bool:
-        """Save a change for the next start. Returns False if it was saved before.
-
-        Raises:
-            RecipeError: the change comes too late, or does not fit the recipe.
-            OSError, StorageError: the change cannot be saved.
-        """
+        """Save a change for the next start; returns False if it was saved before. Raises
+        RecipeError if it comes too late or does not fit the recipe, OSError or StorageError if it
+        cannot be saved."""
         run = self._run
         if not supervised():
             raise RecipeError(

@@ -25,7 +25,7 @@ class Validator:
         self._pending = False
 
     def make_up(self) -> float:
-        """Run the validation pass that the loaded state lacks because a node left: the decisions of
+        """Run the validation pass that the loaded state lacks because a node left: decisions of
         `run.stop_after` must not depend on that. Returns PAUSE_TO_LEAVE if a node must leave again,
         else 0."""
         run, evaluation = self._run, self._run.task.validation
@@ -39,13 +39,8 @@ class Validator:
 
     def after_step(self, requested: float) -> float:
         """Validate the weights after this step if validation is due; skip it if a node leaves.
-
-        Args:
-            requested: sum of the ranks' pause requests before the pass.
-
-        Returns:
-            The pause request, raised to PAUSE_TO_LEAVE if a node must leave.
-        """
+        Returns `requested`, the sum of the ranks' pause requests before the pass, or PAUSE_TO_LEAVE
+        if a node must leave."""
         run, evaluation = self._run, self._run.task.validation
         if not evaluation or not run.due(run.recipe.run.evaluate_every):
             return requested
@@ -75,11 +70,8 @@ class Validator:
 
 @torch.no_grad()
 def evaluate(run: Run, evaluation: ValidationSet, *, heed: bool = True) -> dict[str, float] | None:
-    """Return the means of the model's scalars over the validation set. On all ranks.
-
-    Args:
-        heed: stop and return None if a node must leave; the ranks agree on it regularly.
-    """
+    """Return the means of the model's scalars over the validation set. With `heed`, stop and return
+    None if a node must leave; the ranks agree on that regularly. On all ranks."""
     stream, count = evaluation.stream, evaluation.count
     model, pulse, step, device = run.model, run.pulse, run.progress.step, run.world.device
     size, rank, ranks = run.recipe.micro_batch, run.mesh.dp_rank, run.mesh.dp_size

@@ -58,10 +58,7 @@ class FailureReport:
 
     def send(self, error: Exception, wait: float = 0) -> int:
         """Report the error that ends this rank, unless it was reported; returns the exit code.
-
-        Args:
-            wait: seconds before an error in the user's input or code is printed.
-        """
+        `wait`: seconds before an error in the user's input or code is printed."""
         code = exit_code(error)
         if error is self._sent:
             return code
@@ -97,7 +94,7 @@ class FailureReport:
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code of a rank that ends by `error`."""
+    """Return the exit code of a rank that ends by `error`."""
     if isinstance(error, SaveFailed):  # not an error in the recipe: a retry may succeed
         return EXIT_FAILED
     if isinstance(error, DisputeError) and error.outvoted and supervised():

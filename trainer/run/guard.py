@@ -1,18 +1,14 @@
 """Decides whether a step's update is applied or skipped, whether the run stops, and whether earlier
-weights are loaded. Pure functions of global values. Also defines the error for steps that ranks
-compute differently."""
+weights are loaded. Pure functions of global values."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 
 class DisputeError(RuntimeError):
     """Two ranks computed different gradients of one micro-batch, twice; see witness.py.
-
-    Args:
-        what: the message, in one line.
-        outvoted: whether a majority of ranks has shown that this rank computes wrongly.
-    """
+    `outvoted`: whether a majority of ranks has shown that this rank computes wrongly."""
 
     def __init__(self, what: str, *, outvoted: bool = False) -> None:
         super().__init__(what)
@@ -35,19 +31,17 @@ def judge_step(
     """Judge one step. All ranks reach the same verdict, because all arguments are global values.
 
     Args:
-        step: number of the step, from 1.
-        loss: mean loss over the global batch.
         grad_norm: norm of the whole gradient, after removing any loss scale.
         bad_ranks: ranks whose own loss was not finite, with all ranks that computed it together.
         skipped: steps skipped in a row before this one.
         limit: largest number of steps that may be skipped in a row.
     """
-    if _finite(loss) and _finite(grad_norm):
+    if math.isfinite(loss) and math.isfinite(grad_norm):
         return StepVerdict("keep")
     where = f"on rank {', '.join(map(str, bad_ranks))}" if bad_ranks else "in the backward pass"
-    what = (
-        f"loss is {loss}" if not _finite(loss) else f"loss is {loss:.4f} but grad norm {grad_norm}"
-    )
+    what = f"loss is {loss}"
+    if math.isfinite(loss):
+        what = f"loss is {loss:.4f} but grad norm {grad_norm}"
     reason = f"step {step}: {what}, first seen {where}"
     if skipped >= limit:
         return StepVerdict(
@@ -61,16 +55,8 @@ def judge_step(
 
 def judge_weights(step: int, updated: bool, where: str) -> StepVerdict:
     """Judge a step before or after which weights or optimizer state hold NaN or infinity.
-
-    Args:
-        step: number of the step, from 1.
-        updated: whether this step's update, rather than an earlier one, caused it.
-        where: the bad tensors and the ranks that hold them, in words.
-    """
+    `updated`: whether this step's update, rather than an earlier one, caused it. `where`: the bad
+    tensors and the ranks that hold them, in words."""
     when = "its update left" if updated else "skipped: an update before it left"
     hint = "If this continues: lower optimizer.lr, raise optimizer.eps, or clip gradients"
     return StepVerdict("undo", f"step {step}: {when} {where}. {hint}")
-
-
-def _finite(value: float) -> bool:
-    return abs(value) < float("inf")  # the comparison is false for NaN

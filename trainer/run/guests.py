@@ -71,11 +71,4 @@ class Trackio:
         self._run.finish()
 
 
-def mlflow(run_dir: Path) -> Mlflow:
-    """Create the sink for `tracking.sinks` that logs to MLflow."""
-    return Mlflow(run_dir)
-
-
-def trackio(run_dir: Path) -> Trackio:
-    """Create the sink for `tracking.sinks` that logs to trackio."""
-    return Trackio(run_dir)
+mlflow, trackio = Mlflow, Trackio  # the names for `tracking.sinks`

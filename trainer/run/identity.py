@@ -53,22 +53,21 @@ READERS = 16
 
 
 def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
-    """Return the identity of a run: key → value, or the digest of a long value.
-
-    Args:
-        data: fingerprint of the training data and tokenizer; None: not known yet, `with_data` adds
-            it.
-    """
+    """Return the identity of a run: key → value, or the digest of a long value. `data`: fingerprint
+    of the training data and tokenizer; None: not known yet, `with_data` adds it."""
+    device = recipe.run.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     identity = {
         "code": _digest(_sources()),
         "torch": str(torch.__version__),  # torch's version is a subclass of str
-        "run.device": _device(recipe.run.device),
+        "run.device": device,
         **of_recipe(recipe),
     }
     if recipe.in_bucket:  # unlike a directory, a bucket has one URL on all nodes
         identity["run.dir"] = _short(recipe.run.dir)
     if exact.used(recipe):  # other kernels round differently
-        identity |= machine(identity["run.device"])
+        identity |= machine(device)
     if recipe.model.init_from:
         given = location(recipe.model.init_from)
         identity["model.init_from"] = weights_digest(given)
@@ -92,12 +91,8 @@ def with_data(identity: Mapping[str, str], data: str) -> dict[str, str]:
 
 def machine(device: str | torch.device) -> dict[str, str]:
     """Return the properties of this machine by which libraries select kernels: instruction set and
-    maker of its CPU, and its GPUs.
-
-    Args:
-        device: the device of this process. The string "cuda" returns all GPUs of the machine, and
-            does not initialize CUDA.
-    """
+    maker of its CPU, and the GPU `device`. The string "cuda" stands for all GPUs of the machine,
+    and does not initialize CUDA."""
     properties = {"cpu": _cpu()}
     if isinstance(device, torch.device) and device.type == "cuda":
         properties["gpu"] = torch.cuda.get_device_name(device)
@@ -107,8 +102,7 @@ def machine(device: str | torch.device) -> dict[str, str]:
 
 
 def computed_by(identity: Mapping[str, str], device: torch.device) -> dict[str, str]:
-    """Return what the last bits of a result on this rank depend on, besides recipe and data: the
-    keys code, torch, cpu, gpu."""
+    """Return what the last bits of results on this rank depend on, besides recipe and data."""
     return {"code": identity["code"], "torch": identity["torch"], **machine(device)}
 
 
@@ -132,15 +126,9 @@ def check_agreement(
     recipe: Recipe, identity: Mapping[str, str], device: torch.device, *, changes: bool = False
 ) -> Agreement:
     """Compare the identities and machines of all ranks, and agree on a name for the attempt. On all
-    ranks; costs one small all-reduce if they are equal.
-
-    Args:
-        changes: whether this rank has read accepted changes of the data; only rank 0 does.
-
-    Raises:
-        RecipeError: the identities differ, or in exact mode the machines. The message names the
-            ranks and the differences.
-    """
+    ranks; costs one small all-reduce if they are equal. Raises RecipeError if the identities
+    differ, or in exact mode the machines. `changes`: whether this rank has read accepted changes of
+    the data; only rank 0 does."""
     kind = computed_by(identity, device)
     ours = {**identity, **machine(device)} if exact.used(recipe) else dict(identity)
     # 60 bits, so that the negatives fit an int64, too.
@@ -166,7 +154,6 @@ def check_agreement(
 
 
 def _side_by_side(kinds: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], str]:
-    """Merge the machine properties of all ranks; returns them and a note on where they differ."""
     merged, parts = {}, []
     for key in sorted({key for kind in kinds for key in kind}):
         values = [kind.get(key, "none") for kind in kinds]
@@ -182,7 +169,6 @@ def _side_by_side(kinds: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], s
 
 
 def _refuse_strangers(every: Sequence[Mapping[str, str]]) -> None:
-    """Raise RecipeError if the identities of ranks differ; `every` holds them by rank."""
     digests = [digest(identity) for identity in every]
     if len(set(digests)) == 1:
         return
@@ -205,12 +191,6 @@ def decides(key: str) -> bool:
     )
 
 
-def _device(wanted: str) -> str:
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return wanted
-
-
 def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (key path, value) of every leaf of nested mappings and lists."""
     if isinstance(tree, Mapping) or (isinstance(tree, list) and tree):
@@ -222,8 +202,8 @@ def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _cpu() -> str:
-    """Return the instruction set that torch uses, and the maker of the CPU: MKL selects kernels by
-    both."""
+    """Return the instruction set that torch uses, and the CPU's maker: MKL selects kernels by
+    these."""
     maker = platform.machine()
     # Stop early: the kernel interrupts each core whose entry is read.
     with suppress(OSError), Path("/proc/cpuinfo").open() as lines:
@@ -259,7 +239,7 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def _sources() -> Iterator[bytes]:
-    """Yield name and contents of every module of PACKAGES, except editors' hidden files."""
+    """Yield name and contents of every module of PACKAGES, without editors' hidden files."""
     for package in PACKAGES:
         for folder in _folders(package):
             for path in sorted(folder.rglob("*.py")):
@@ -270,8 +250,7 @@ def _sources() -> Iterator[bytes]:
 
 
 def _module_source(name: str) -> Iterator[bytes]:
-    """Return the contents of a user's module without importing it: an import may initialize
-    CUDA."""
+    """Return a user's module without importing it, because an import may initialize CUDA."""
     look_here_too()
     package, *rest = name.split(".")
     spec = find_spec(package)
@@ -288,20 +267,13 @@ def _folders(package: str) -> Sequence[Path]:
 
 
 def weights_digest(directory: Place) -> str:
-    """Return a digest of the weights in a directory or bucket, from samples of them.
-
-    Raises:
-        DamagedCheckpoint, StorageError: there are no readable weights.
-    """
+    """Return a digest of the weights in a directory or bucket, from samples of them. Raises
+    DamagedCheckpoint or StorageError if there are no readable weights."""
     return _digest(_weights(directory))
 
 
 def _weights(directory: Place) -> Iterator[bytes]:
-    """Yield what distinguishes a checkpoint from others: its small files, and samples of weights.
-
-    Raises:
-        DamagedCheckpoint, StorageError: there is no readable checkpoint.
-    """
+    """Yield what distinguishes a checkpoint from others: small files, and samples of weights."""
     storage = storage_of(directory)
     config, metadata = directory / "config.json", directory / DCP_METADATA
     record = metadata if storage.exists(metadata) else directory / COMMIT_RECORD

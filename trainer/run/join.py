@@ -1,5 +1,4 @@
-"""What a rank does before it builds anything: read and check its inputs, and join the other
-ranks."""
+"""The begin of a rank: it reads and checks its inputs, and joins the other ranks."""
 
 import ctypes
 import os
@@ -39,15 +38,13 @@ from trainer.tasks.task import Task, build_task, open_streams
 @cache
 def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, str, Task | None, dict[str, str]]:
     """Read a recipe, open the files that it names, and compute its identity. Under an agent, the
-    process that ranks are forked from calls this once for all of them.
+    process that ranks are forked from calls this once for all of them. Raises RecipeError,
+    DataError or ConfigError.
 
     Returns:
         The fields of `RunInputs`. The task is None if model or data is a user's own, which ranks
         build: that code may start threads or CUDA, which does not survive a fork. With
         `data.factory` the identity lacks the data.
-
-    Raises:
-        RecipeError, DataError, ConfigError: what is wrong, in one line.
     """
     recipe = load_recipe(arguments[0], arguments[1:])
     text = dump_recipe(recipe)
@@ -71,12 +68,9 @@ class RunInputs:
 
 
 def read_inputs(process: ProcessContext) -> RunInputs:
-    """Read the recipe and what it names, and check them, before anything of the run is written or a
-    GPU is claimed.
-
-    Raises:
-        RecipeError, DataError, ConfigError, CheckpointError: one line per problem.
-    """
+    """Read and check the recipe and what it names, before anything of the run is written or a GPU
+    is claimed. Raises RecipeError, DataError, ConfigError or CheckpointError, one line per
+    problem."""
     recipe, text, prepared_task, identity = prepare(process.arguments)
     keep_caches_closed(recipe.directory, recipe.strategy.compile)
     if recipe.elastic.recovery != "refork":
@@ -106,13 +100,8 @@ class Joined:
 @contextmanager
 def join(process: ProcessContext, inputs: RunInputs) -> Iterator[Joined]:
     """Keep other launches out of the run while entered, join the process group, and agree with the
-    other ranks on what is trained. On all ranks.
-
-    Raises:
-        RecipeError: another launch trains in the run directory or bucket, the run directory cannot
-            be written, or some ranks would train something else.
-        StorageError: the run's bucket cannot be used.
-    """
+    other ranks on what is trained. On all ranks. Raises RecipeError or StorageError as `hold` does,
+    and RecipeError if some ranks would train something else."""
     recipe, pulse = inputs.recipe, process.pulse
     rank, local_rank, *_ = read_environment()
     with ExitStack() as stack:
@@ -160,13 +149,8 @@ def keep_freed_memory() -> None:
 def hold(recipe: Recipe) -> Iterator[Shipper | None]:
     """While entered, keep other launches out of a run, unless this node's agent already does. If
     the run is in a bucket, also copy its record to this machine, and yield the `Shipper` that
-    writes it back. On rank 0.
-
-    Raises:
-        RecipeError: another launch trains in the run directory or bucket, or the local directory
-            cannot be written.
-        StorageError: the bucket cannot be used.
-    """
+    writes it back. On rank 0. Raises RecipeError if another launch trains there or the local
+    directory cannot be written, StorageError if the bucket cannot be used."""
     occupancy = shipper = None
     try:
         if recipe.in_bucket:
@@ -196,6 +180,6 @@ def this_launcher() -> str:
 
 
 def this_job() -> str:
-    """Identity of this launch: equal in all its processes, different in every other launch."""
+    """Return an identity that all processes of this launch share, and no other launch."""
     job = os.environ.get(JOB) or os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return secrets.token_hex(8) if job == "none" else job

@@ -19,11 +19,8 @@ class ScalarNames:
         self._agreed = False
 
     def in_order(self, means: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the scalars of a micro-batch, sorted by name.
-
-        Raises:
-            RecipeError: the names differ from those of an earlier micro-batch.
-        """
+        """Return the scalars of a micro-batch, sorted by name. Raises RecipeError if the names
+        differ from those of an earlier micro-batch."""
         if self._known is None:
             self._known = sorted(means)
         _require_same([self._known, means])
@@ -31,16 +28,8 @@ class ScalarNames:
 
     def agree(self, last_stage: Iterable[str], group: dist.ProcessGroup) -> list[str]:
         """Return the sorted names of the model's scalars. The first call compares them between all
-        ranks. Called on all ranks.
-
-        Args:
-            last_stage: names of the last pipeline stage's scalars, used on a rank that has had no
-                scalars.
-            group: all ranks.
-
-        Raises:
-            RecipeError: the names of two ranks differ.
-        """
+        ranks in `group`, and raises RecipeError if they differ. On all ranks. `last_stage`: names
+        of the last pipeline stage's scalars, used on a rank that has had no scalars."""
         if self._known is None:
             self._known = sorted(last_stage)
         # Only once, because an exchange at every step would cost a round trip each.

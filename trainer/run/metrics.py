@@ -5,7 +5,6 @@ Units: seconds, bytes, tokens; `tokens_per_second` counts target tokens over all
 """
 
 import json
-import logging
 import math
 import os
 import sys
@@ -33,21 +32,14 @@ from trainer.run.shipping import Shipper
 from trainer.run.sinks import wandb_mode
 from trainer.run.trackers import METRICS
 
-logger = logging.getLogger(__name__)
-
-
-LEAST_FIRST = [
-    "memory",
-    "data_wait",
-    "step_seconds",
-    "bubble",
-    "lr",
-    "mfu",
-    "grad_norm",
-    "eta",
-    "speed",
-]
+LEAST_FIRST = (
+    *("memory", "data_wait", "step_seconds", "bubble", "lr"),
+    *("mfu", "grad_norm", "eta", "speed"),
+)
 """Parts of the console's step line, in the order in which a narrow terminal drops them."""
+UNWRITTEN = "unwritten_ledger"
+"""Key in the state of a checkpoint for ledger lines that are not on disk, see `Ledger.unwritten`;
+absent if there are none."""
 
 
 class Startup:
@@ -74,15 +66,11 @@ class Startup:
         self._last = now
 
     def __str__(self) -> str:
-        shown = {name: f"{seconds:.1f}" for name, seconds in self.parts.items()}
-        parts = ", ".join(
-            f"{name} {seconds}" for name, seconds in shown.items() if seconds != "0.0"
-        )
+        parts = ", ".join(f"{name} {s:.1f}" for name, s in self.parts.items() if round(s, 1))
         return f"first step after {sum(self.parts.values()):.1f} s: {parts}"
 
 
 def _process_start() -> float:
-    """Return the Unix time when this process was started; on systems other than Linux, now."""
     try:
         # Field 22 of the line, counted from the command's name, which may hold spaces and brackets.
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
@@ -158,18 +146,15 @@ class Log:
         for end in self._end_trackers:
             end()
 
-    @property
-    def unwritten(self) -> list[str]:
-        """Ledger lines that are not on disk yet; [] on ranks other than 0."""
-        return [] if self.silent else self._ledger.unwritten
-
     def to_state(self) -> dict[str, Any]:
-        """Return the lines that are not in the run's bucket yet, for the state of a checkpoint."""
-        return self._shipper.to_state() if self._shipper else {}
+        """Return the lines that are not on disk, or not in the run's bucket, for the state of a
+        checkpoint."""
+        lines = [] if self.silent else self._ledger.unwritten
+        shipped = self._shipper.to_state() if self._shipper else {}
+        return {**({UNWRITTEN: lines} if lines else {}), **shipped}
 
     def before_commit(self) -> dict[str, bytes]:
-        """Return objects to store before a commit, by URL: the lines up to now, if `run.dir` is in
-        a bucket."""
+        """Return what must be in the run's bucket before a commit: URL → the lines up to now."""
         return self._shipper.before_commit() if self._shipper else {}
 
     @property
@@ -247,14 +232,8 @@ class Log:
             self._ledger.rollback(step, to, source)
 
     def data_change(self, step: int, name: str, what: str, refused: str) -> None:
-        """Report the answer to a request to change the data.
-
-        Args:
-            step: the last completed step.
-            name: name of the request.
-            what: the change in words.
-            refused: why the request is refused; "" if it is accepted.
-        """
+        """Report the answer to the request `name` to change the data. `what`: the change in words.
+        `refused`: why the request is refused; "" if it is accepted."""
         if not self.silent:
             answer = f"refused: {refused}" if refused else "accepted"
             self.say(printable(f"data change {answer} ({what})"))
@@ -275,21 +254,30 @@ class Log:
         known: bool = False,
         stall: float | None = None,
     ) -> None:
-        """Report how a save ended.
+        """Report how a save ended, in `step`, which is later than the saved step.
 
         Args:
-            step: the step at which it is reported, later than the saved one.
             known: whether the console already shows the failure of this save.
             stall: seconds for which training was blocked by the save; None: not measured.
         """
-        if not self.silent:
-            values, line, event = save_record(outcome)
-            self.record(step, values, None if known else line, event)
-            self._ledger.save(
-                outcome.step, outcome.seconds, error=outcome.error,
-                stall=None if stall is None else round(stall, 4),
-                weights=outcome.weights or None, moments=outcome.moments or None,
-            )  # fmt: skip
+        if self.silent:
+            return
+        values = {"checkpoint_step": outcome.step, "checkpoint_seconds": outcome.seconds}
+        if outcome.error:
+            values["checkpoint_failed"] = 1
+            line = f"warning: {outcome.error}"
+        else:
+            values |= {"checkpoint_bytes": outcome.nbytes, "checkpoint_writers": outcome.writers}
+            line = (
+                f"saved step {outcome.step}: {outcome.nbytes / 1e6:,.1f} MB in "
+                f"{outcome.seconds:.2f} s, in {str(outcome.path).rpartition('/')[0]}"
+            )
+        self.record(step, values, None if known else line, outcome.error)
+        self._ledger.save(
+            outcome.step, outcome.seconds, error=outcome.error,
+            stall=None if stall is None else round(stall, 4),
+            weights=outcome.weights or None, moments=outcome.moments or None,
+        )  # fmt: skip
 
     def record(
         self,
@@ -333,13 +321,9 @@ def step_line(
     unit: str = "tokens",
     columns: int | None = None,
 ) -> str:
-    """Return the console line for a training record.
-
-    Args:
-        step: steps done.
-        columns: width of the terminal; parts of a longer line are dropped. None: there is no
-            terminal, and the line ends with the time of day.
-    """
+    """Return the console line for a training record. `columns`: width of the terminal, for which
+    parts of a longer line are dropped; None: there is no terminal, and the line ends with the time
+    of day."""
     parts = {
         "step": f"step {step:>{len(str(steps))}}/{steps}",
         "loss": f"loss {values['loss']:.4f}",
@@ -368,22 +352,6 @@ def step_line(
     return " | ".join(parts.values())
 
 
-def save_record(outcome: SaveOutcome) -> tuple[dict[str, float], str, str | None]:
-    """Return the record of a save that ended: (values, console line, description of the failure or
-    None)."""
-    values = {"checkpoint_step": outcome.step, "checkpoint_seconds": outcome.seconds}
-    if outcome.error:
-        values["checkpoint_failed"] = 1
-        return values, f"warning: {outcome.error}", outcome.error
-    values |= {"checkpoint_bytes": outcome.nbytes, "checkpoint_writers": outcome.writers}
-    where = str(outcome.path).rpartition("/")[0]
-    line = (
-        f"saved step {outcome.step}: {outcome.nbytes / 1e6:,.1f} MB in {outcome.seconds:.2f} s, in "
-        f"{where}"
-    )
-    return values, line, None
-
-
 def validation_line(values: Mapping[str, float]) -> str:
     """Return the console line for the results of a validation pass."""
     if "validation_perplexity" not in values:
@@ -400,8 +368,8 @@ def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _companions(recipe: Recipe) -> list[list[str]]:
-    """Return the processes that rank 0 starts: for each its module, then the arguments that follow
-    the run directory."""
+    """Return, for each process that rank 0 starts, its module and the arguments that follow the run
+    directory."""
     tracking = recipe.tracking
     bundled = {
         "tensorboard": tracking.tensorboard,
@@ -427,7 +395,6 @@ def wandb_note(tracking: Tracking) -> str:
 
 
 def _newest_time(path: Path) -> float:
-    """Return the Unix time of the last record of metrics.jsonl; 0 if there is none."""
     for line in reversed(last_lines(path)):
         if record := read_record(line):
             return float(record["time"])

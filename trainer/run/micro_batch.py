@@ -36,10 +36,7 @@ NOTE = "micro_batch.json"
 
 def settled(recipe: Recipe, world: World) -> Recipe:
     """Return the recipe with a number in place of `batch.micro_batch: auto`, the same on all ranks.
-
-    Raises:
-        RecipeError: the prediction cannot trace the model.
-    """
+    Raises RecipeError if the prediction cannot trace the model."""
     if recipe.batch.micro_batch != "auto":
         return recipe
     noted, kind = _recorded(recipe), _kind(world)
@@ -66,11 +63,7 @@ class HalvedError(MemoryError):
 @contextmanager
 def halving(run: Run) -> Iterator[None]:
     """Context around a step. If memory runs out in the first step of an attempt, write half the
-    micro-batch to the run directory for the next start.
-
-    Raises:
-        HalvedError: memory ran out; the message says the next number.
-    """
+    micro-batch to the run directory for the next start, and raise HalvedError."""
     first = run.first_step
     try:
         yield
@@ -88,10 +81,11 @@ def halving(run: Run) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether torch's allocator, malloc, CUDA, cuBLAS, cuDNN or NCCL ran out of memory."""
-    kinds = (torch.OutOfMemoryError, MemoryError)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # The words of malloc, CUDA, cuBLAS, cuDNN and NCCL.
     words = r"(?i)out of memory|can't allocate memory|STATUS_ALLOC_FAILED"
-    return isinstance(error, kinds) or re.search(words, str(error)) is not None
+    return re.search(words, str(error)) is not None
 
 
 def _planned(recipe: Recipe, world: World) -> int:
@@ -103,8 +97,8 @@ def _planned(recipe: Recipe, world: World) -> int:
 
 
 def _kind(world: World) -> str:
-    """Return a key for worlds that can use the same micro-batch. The host's free memory is not part
-    of the key, because it changes from start to start."""
+    """Return a key for worlds that can use the same micro-batch."""
+    # The host's free memory is not part of the key, because it changes from start to start.
     kind = f"{world.world_size} rank(s), {world.local_world_size} on a node, {world.device.type}"
     if world.device.type == "cuda":
         kind += f" of {torch.cuda.get_device_properties(world.device).total_memory >> 20} MiB"
@@ -122,8 +116,7 @@ def _recorded(recipe: Recipe) -> dict[str, int]:
 
 
 def _note(recipe: Recipe, sequences: dict[str, int]) -> bool:
-    """Write the sequences per micro-batch for each kind of world (result of `_kind`) to the run
-    directory. Returns False if that fails."""
+    """Write the result of `_recorded`; returns False if that fails."""
     note: dict[str, Any] = {"of": _digest(recipe), "sequences": sequences}
     directory = recipe.directory
     try:

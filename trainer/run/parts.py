@@ -80,7 +80,7 @@ class LineRange(NamedTuple):
 
 
 def part_name(term: int, first: int, after_last: int) -> str:
-    """Return the key of a part, relative to the run."""
+    """Return the key of a part below the run."""
     return f"{LINES}/{term:06}/{first:09}-{after_last:09}"
 
 
@@ -92,7 +92,7 @@ def parts_of(run: ObjectPath, term: int) -> list[tuple[int, int]]:
 
 
 def stored_until(run: ObjectPath, term: int, first: int) -> int:
-    """Return the number of the first line of a term, at or after `first`, that no part holds."""
+    """Return the number of the first line of a term, from `first` on, that no part holds."""
     for begin, end in parts_of(run, term):
         if begin <= first:
             first = max(first, end)
@@ -100,8 +100,7 @@ def stored_until(run: ObjectPath, term: int, first: int) -> int:
 
 
 def _parsed(names: Iterable[str]) -> list[tuple[int, int, int]]:
-    """Return (term, first line, line after the last) of the parts with these names; names of other
-    objects are left out."""
+    """Return (term, first line, line after the last) for the names of parts among `names`."""
     return [(int(one[1]), int(one[2]), int(one[3])) for one in map(_PART.fullmatch, names) if one]
 
 
@@ -118,11 +117,8 @@ class PartsReader:
         """Unix time of the newest part, by the store's clock."""
 
     def lines(self) -> list[bytes]:
-        """Return all lines with their newlines, each once, sorted by (term, number).
-
-        Raises:
-            StorageError: the store does not answer, or parts change faster than they can be read.
-        """
+        """Return all lines with their newlines, each once, sorted by (term, number). Raises
+        StorageError if the store does not answer, or parts change faster than they are read."""
         store = store_of(self._run)
         for _ in range(TRIES):
             found: Mapping[str, ObjectStat] = store.walk(self._run / LINES)
@@ -158,7 +154,6 @@ class PartsReader:
 
 
 def _holds_its_lines(name: str, data: bytes) -> bool:
-    """Return whether a part has as many lines as its name says."""
     first, after = map(int, name.rpartition("/")[2].split("-"))
     return data.count(b"\n") == after - first
 
@@ -185,12 +180,8 @@ def by_file(lines: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 class BucketRecordCopy:
-    """Copies ledger, metrics and small files of a run from a bucket to a local directory.
-
-    Args:
-        run: place of the run in the bucket.
-        directory: an existing directory; files in it that differ from the run's are replaced.
-    """
+    """Copies ledger, metrics and small files of a run from a bucket to an existing local directory,
+    where it replaces files that differ from the run's."""
 
     def __init__(self, run: ObjectPath, directory: Path) -> None:
         self._run, self._directory, self._parts = run, directory, PartsReader(run)
@@ -202,12 +193,8 @@ class BucketRecordCopy:
         """Time of the newest part by the store's clock, and of the files by this machine's."""
 
     def refresh(self) -> bool:
-        """Copy what is new in the bucket; returns whether the run has begun.
-
-        Raises:
-            StorageError: the store does not answer.
-            OSError: the directory cannot be written.
-        """
+        """Copy what is new in the bucket; returns whether the run has begun. Raises StorageError if
+        the store does not answer, OSError if the directory cannot be written."""
         self._bring_files()
         ledger, records = by_file(self._parts.lines())
         if (changed := self._parts.changed) != self._changed:

@@ -40,16 +40,8 @@ TRIED_RATES = 1000
 def check_inputs(
     recipe: Recipe, task: Task, rank: int, world_size: int, local_world_size: int
 ) -> None:
-    """Refuse inputs that cannot work on these ranks. Writes nothing.
-
-    Args:
-        task: built from `recipe`.
-        world_size: least number of ranks that will run.
-        local_world_size: ranks on each node.
-
-    Raises:
-        RecipeError, DataError, CheckpointError: one line per problem.
-    """
+    """Raise RecipeError, DataError or CheckpointError, with one line per problem, for inputs that
+    cannot work on at least `world_size` ranks. Writes nothing."""
     refusals = Refusals()
     _check_world(refusals, recipe, task.model, task.blocks, world_size, local_world_size)
     _check_places(refusals, recipe, task, rank)
@@ -76,18 +68,9 @@ def folders_of(recipe: Recipe) -> dict[str, str]:
 def check_launch(
     recipe: Recipe, world_size: int, local_world_size: int, most: int = 0
 ) -> Sequence[str]:
-    """Refuse a recipe that cannot work, before it is launched. A user's model is tried in a forward
-    pass.
-
-    Args:
-        most: number of ranks to which the world may grow.
-
-    Returns:
-        Notes for the user, one line each.
-
-    Raises:
-        RecipeError, DataError, ConfigError, CheckpointError: one line per problem.
-    """
+    """Raise RecipeError, DataError, ConfigError or CheckpointError, with one line per problem, for
+    a recipe that cannot work, before it is launched. A user's model is tried in a forward pass.
+    `most`: number of ranks to which the world may grow. Returns notes for the user, a line each."""
     from trainer.optim.schedule import build_schedule
 
     if silent := check_folders(folders_of(recipe)):  # later checks would hang on these folders
@@ -132,15 +115,9 @@ def check_launch(
 
 
 def check_growth(recipe: Recipe, model: nn.Module, worlds: range) -> None:
-    """Refuse a vocabulary that FSDP could not shard in a larger world: otherwise the job would fail
-    when it grows to that size.
-
-    Args:
-        worlds: possible world sizes; its step is the number of ranks on a node.
-
-    Raises:
-        RecipeError: names the first world size that cannot shard the vocabulary.
-    """
+    """Raise RecipeError for a vocabulary that FSDP could not shard in a larger world: otherwise the
+    job would fail when it grows to that size. `worlds`: possible world sizes; its step is the
+    number of ranks on a node."""
     rows = [len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     if all(count % ranks(recipe.strategy, "layers") == 0 for count in rows):
         return  # rows that divide evenly among the ranks of a layer fit any number of shards
@@ -153,11 +130,8 @@ def check_growth(recipe: Recipe, model: nn.Module, worlds: range) -> None:
 
 
 def check_optimizer(recipe: Recipe, task: Task, world_size: int) -> None:
-    """Try the optimizer on small parameters, and check its state against the strategy.
-
-    Raises:
-        RecipeError: the optimizer fails, or its state does not fit the strategy.
-    """
+    """Try the optimizer on small parameters. Raises RecipeError if it fails, or if the strategy
+    cannot shard the parameters."""
     from trainer.optim.optimizer import state_of
 
     parameters, options = dict(task.model.named_parameters()), optimizer_options(recipe, task)
@@ -175,8 +149,7 @@ def _check_world(
     world_size: int,
     local_world_size: int,
 ) -> None:
-    """Check that ranks, devices and model fit each other. `model` is None if it could not be
-    built."""
+    """Check that ranks, devices and model (None if it could not be built) fit each other."""
     strategy, optimizer = recipe.strategy, recipe.optimizer
     with refusals:
         _check_device(recipe, local_world_size)
@@ -250,12 +223,8 @@ def _check_pass(recipe: Recipe, task: Task, world_size: int) -> None:
 
 
 def _check_sharded(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> None:
-    """Check that parameters can be sharded. A user's optimizer is tried on small sharded parameters
-    in a fake group of two ranks.
-
-    Raises:
-        RecipeError: FSDP cannot shard a parameter, or `build_optimizer` fails.
-    """
+    """Check that FSDP can shard the parameters. A user's optimizer is tried on small sharded
+    parameters in a fake group of two ranks."""
     if scalar := next((name for name, one in parameters.items() if not one.dim()), None):
         raise RecipeError(
             f"strategy.sharding: parameter {scalar} has no dimension along which FSDP could cut "
@@ -286,11 +255,7 @@ def _check_sharded(parameters: Mapping[str, nn.Parameter], options: Optimizer) -
 
 
 def _check_units(task: Task) -> None:
-    """Check that each FSDP unit has parameters of one dtype.
-
-    Raises:
-        RecipeError: names two parameters of different dtypes.
-    """
+    """Check that each FSDP unit has parameters of one dtype."""
     names = {parameter: name for name, parameter in task.model.named_parameters()}
     blocks = [list(block.parameters()) for block in without_ties(task.model, task.blocks)]
     inside = {parameter for block in blocks for parameter in block}
@@ -306,8 +271,7 @@ def _check_units(task: Task) -> None:
 
 
 def use_of_blocks(recipe: Recipe, task: Task, world_size: int) -> list[str]:
-    """Return a note on how the strategy uses the blocks of a user's model, or that the model has
-    none; [] if the strategy does not use blocks."""
+    """Return a note on how the strategy uses the blocks of a user's model; [] if it does not."""
     how = recipe.strategy.activation_checkpointing
     sharded, recomputed = is_sharded_by_fsdp(recipe, world_size), how != "none"
     if not recipe.model.factory or not (sharded or recomputed):
@@ -341,7 +305,7 @@ def slow_arithmetic(recipe: Recipe) -> list[str]:
 
 
 def default_ranks(device: str) -> int:
-    """Return the default number of ranks on this node: one per GPU; without GPUs two, if there are
+    """Return the default number of ranks on this node: one per GPU; without GPUs two if there are
     two cores, so that a laptop runs the same code as a cluster."""
     if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
@@ -389,8 +353,8 @@ def _check_attention(recipe: Recipe, model: nn.Module) -> None:
 
 
 def _check_room(recipe: Recipe, model: nn.Module, local_world_size: int, holders: int) -> None:
-    """Check that the disk for offload has room for this node's shards. `holders`: number of ranks
-    over which a model and its optimizer state are sharded."""
+    """Check that the disk for offload has room for this node's shards. `holders`: ranks over which
+    a model and its optimizer state are sharded."""
     if recipe.strategy.offload_directory is None:
         return
     from trainer.optim.groups import moments
@@ -410,9 +374,8 @@ def _check_room(recipe: Recipe, model: nn.Module, local_world_size: int, holders
 
 
 def _check_writable(recipe: Recipe) -> None:
-    directory = recipe.directory
+    directory, another = recipe.directory, "choose another run.dir"
     existing = _existing(directory)
-    another = "choose another run.dir"
     if recipe.in_bucket:
         another = "set XDG_CACHE_HOME to a directory on a local disk"
     if not existing.is_dir():
@@ -436,7 +399,5 @@ def _check_prometheus(file: Path) -> None:
 
 def _existing(directory: Path) -> Path:
     """Return the directory, or its nearest existing parent."""
-    existing = directory.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    return existing
+    absolute = directory.absolute()
+    return next(path for path in (absolute, *absolute.parents) if path.exists())

@@ -86,8 +86,7 @@ class StepProfiler:
         return self._after <= self._done < self._last
 
     def after_step(self) -> None:
-        """Advance the profiler. Called on all ranks at the end of each turn of the training
-        loop."""
+        """Advance the profiler, at the end of each turn of the training loop. On all ranks."""
         if not self._profile:
             return
         self._done += 1
@@ -115,12 +114,10 @@ class StepProfiler:
 def torch_profiler(
     device: torch.device, after: int, steps: int, ready: Callable[[profile], None]
 ) -> profile:
-    """Create torch's profiler.
+    """Create torch's profiler. On a CPU it records allocations too.
 
     Args:
-        device: device of this rank. On a CPU, allocations are recorded too.
-        after: number of steps before the profiled ones, at least 1; the last of them is the
-            warm-up.
+        after: number of steps before the profiled ones, at least 1; the last is the warm-up.
         steps: number of profiled steps, at least 1.
         ready: called after the last profiled step, or when the profiler is stopped before it.
     """
@@ -138,12 +135,8 @@ def torch_profiler(
 
 
 def peak_bytes(device: torch.device, held: int, trace: RankProfile) -> int:
-    """Return the largest number of bytes allocated at once in the profiled steps.
-
-    Args:
-        device: on a GPU the allocator's peak since its last reset is returned.
-        held: bytes allocated between steps; used on a CPU, with the allocations in `trace`.
-    """
+    """Return the largest number of bytes allocated at once in the profiled steps: on a GPU by the
+    allocator; on a CPU `held`, the bytes allocated between steps, plus allocations in `trace`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return held + trace.allocated
@@ -166,8 +159,7 @@ class _TensorSizes:
         self._gradients_on_host = 0
 
     def watch(self) -> None:
-        """Measure the tensors that exist between steps, and register hooks that measure those of a
-        step."""
+        """Measure the tensors that exist between steps; set hooks that measure tensors in steps."""
         self._weights = [*self._model.parameters.values(), *self._model.optimized.values()]
         state = (v for entry in self._optimizer.state.values() for v in entry.values())
         self._state = [value for value in state if isinstance(value, torch.Tensor)]
@@ -184,7 +176,6 @@ class _TensorSizes:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def leave(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -227,7 +218,6 @@ class _TensorSizes:
         )
 
     def _sent(self, trace: RankProfile) -> float:
-        """Return the bytes that this rank sends in all profiled steps."""
         # A trace does not say which ranks a collective joins, so it is inferred from shapes:
         # gradients are all-reduced as vectors, activations with more dimensions. Without replicas
         # all all-reduces are of activations. Experts are assumed to get equally many rows.

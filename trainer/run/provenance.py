@@ -93,16 +93,14 @@ def check_resume(
     path: object,
     init_from: str | None = None,
 ) -> None:
-    """Refuse to resume a checkpoint with a recipe of another model, data, seed or initial weights.
+    """Raise RecipeError for a recipe of another model, data, seed or initial weights than a
+    checkpoint has.
 
     Args:
         state: the trainer state of the checkpoint.
         path: name of the checkpoint in messages.
         init_from: digest of the weights in `model.init_from`; "": the recipe names none; None: do
             not compare.
-
-    Raises:
-        RecipeError: names the difference, and two ways out.
     """
     way_out = f"restore the recipe that wrote {path}, or choose a new run.dir"
     if "recipe" not in state:
@@ -184,8 +182,7 @@ def check_resume(
 
 
 def other_data(start: StartLine, stream: Stream) -> str:
-    """Return how a stream differs from the data in the start line of an attempt; "" if it does
-    not."""
+    """Return how a stream differs from the data that an attempt began with; "" if it does not."""
     if start.data != stream.fingerprint:
         return "its fingerprint differs"
     stages = later_stages(stream)
@@ -212,15 +209,8 @@ def digest_of(text: str) -> str:
 
 
 def keep_recipe(directory: Path, text: str) -> None:
-    """Create the run directory, and write the recipe into it under its digest. On rank 0.
-
-    Args:
-        directory: the run directory.
-        text: the resolved recipe, as `dump_recipe` returns it.
-
-    Raises:
-        RecipeError: the directory cannot be written.
-    """
+    """Create the run directory, and write the resolved recipe into it under its digest. Raises
+    RecipeError if the directory cannot be written. On rank 0."""
     path = recipe_file(directory, digest_of(text))
     with suppress(OSError, ValueError):
         if read_text(path) == text:
@@ -251,12 +241,8 @@ def show_recipe(directory: Path, text: str) -> None:
 
 
 def read_changes(recipe: Recipe) -> list[DataChange]:
-    """Return the accepted changes of the data of a run; [] if there are none.
-
-    Raises:
-        RecipeError: the file of changes cannot be read.
-        StorageError: the run's bucket does not answer.
-    """
+    """Return the accepted changes of the data of a run; [] if there are none. Raises RecipeError if
+    the file of changes cannot be read, StorageError if the run's bucket does not answer."""
     place = _changes_place(recipe)
     try:
         if isinstance(place, ObjectPath):
@@ -270,11 +256,7 @@ def read_changes(recipe: Recipe) -> list[DataChange]:
 
 def write_changes(recipe: Recipe, changes: Sequence[DataChange]) -> None:
     """Keep the accepted changes of the data where every later start finds them: in the run
-    directory, or in the run's bucket. On rank 0.
-
-    Raises:
-        OSError, StorageError: they cannot be written.
-    """
+    directory, or in the run's bucket. Raises OSError or StorageError. On rank 0."""
     place, text = _changes_place(recipe), json.dumps(plain(changes), indent=1)
     if isinstance(place, ObjectPath):
         store_of(place).write(place, text.encode())
@@ -288,12 +270,8 @@ def _changes_place(recipe: Recipe) -> Path | ObjectPath:
 
 
 def trusted_json(path: Path, recipe: Recipe) -> Any:
-    """Read a JSON file that belongs to this user or to a user in `checkpoint.trust`.
-
-    Raises:
-        OSError: the file belongs to another user, or cannot be read.
-        ValueError: the file is not JSON, or is nested too deep.
-    """
+    """Read a JSON file that belongs to this user or to a user in `checkpoint.trust`. Raises OSError
+    if it belongs to another user or cannot be read, ValueError if it is no JSON."""
     with os.fdopen(open_to_read(path), "rb") as file:
         owner = os.fstat(file.fileno()).st_uid
         if owner not in TrustedUsers(tuple(recipe.checkpoint.trust), path.parent):

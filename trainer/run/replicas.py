@@ -44,8 +44,8 @@ def diverged_ranks(
 
 
 def check_replicas(run: Run) -> None:
-    """Log the ranks whose weights differ from their replicas, if a check is due by
-    `elastic.check_replicas_every`. On all ranks."""
+    """Log the ranks whose weights differ from their replicas, if `elastic.check_replicas_every`
+    says that a check is due. On all ranks."""
     every, mesh = run.recipe.elastic.check_replicas_every, run.mesh.device_mesh
     copied = [name for name in (REPLICATE, *LAYERS) if name in (mesh.mesh_dim_names or ())]
     pipeline = run.model.pipeline

@@ -38,9 +38,6 @@ validated."""
 PORTION = 1 << 28
 """Elements loaded in float32 at a time to be quantised: 1 GiB, divided among ranks by sharding."""
 NONE_WRONG: Mapping[str, int] = {}
-UNWRITTEN = "unwritten_ledger"
-"""Key in the state of a checkpoint for ledger lines that are not on disk, see `Ledger.unwritten`;
-absent if there are none."""
 
 
 def restore(
@@ -57,8 +54,8 @@ def restore(
     wrong: Mapping[str, int] = NONE_WRONG,
 ) -> tuple[Progress, dict[str, Any] | None]:
     """Load the newest good checkpoint; without any, the weights in `model.init_from`; without
-    these, random weights. Frozen weights of an adapter always come from `model.init_from`. On all
-    ranks.
+    these, random weights. Frozen weights of an adapter always come from `model.init_from`. Returns
+    the progress, and the state of the checkpoint, or None if none was loaded. On all ranks.
 
     Args:
         init_from: digest of the weights in `model.init_from`; "" if the recipe names none.
@@ -68,9 +65,6 @@ def restore(
         step: load the checkpoint of this step from storage; 0: begin anew; None: the newest.
         wrong: attempt in which a rank computed wrongly → its last step known to be right. States of
             later steps are skipped, unless there are no others.
-
-    Returns:
-        The progress, and the state of the checkpoint, or None if none was loaded.
 
     Raises:
         RecipeError: this recipe cannot continue from the checkpoint.
@@ -154,13 +148,9 @@ def _validation_loss_in_ledger(recipe: Recipe, progress: Progress) -> list[float
 def load_beginning(
     model: ParallelModel, recipe: Recipe, task: Task, *, resumed: bool = False
 ) -> None:
-    """Set the weights of step 0: those in `model.init_from`, else random ones. On all ranks.
-
-    Args:
-        model: the model whose weights are set.
-        resumed: whether the model has the weights of a checkpoint. Then only frozen weights under
-            an adapter are loaded, which no checkpoint holds.
-    """
+    """Set the weights of step 0: those in `model.init_from`, else random ones. With `resumed` the
+    model has the weights of a checkpoint, and only frozen weights under an adapter are loaded,
+    which no checkpoint holds. On all ranks."""
     adapter = recipe.model.adapter
     if adapter:
         wanted = model.under_adapter(whole=not resumed)
@@ -180,15 +170,8 @@ def load_published(
     wanted: Mapping[str, torch.Tensor],
     tied: Mapping[str, str],
 ) -> None:
-    """Load the weights in `model.init_from` into tensors. On all ranks.
-
-    Args:
-        wanted: tensors by name.
-        tied: see `Task.tied_copies`.
-
-    Raises:
-        CheckpointError: the weights are missing, damaged, or of another shape; see `load_model`.
-    """
+    """Load the weights in `model.init_from` into the tensors `wanted`. `tied`: see
+    `Task.tied_copies`. Raises CheckpointError as `load_model` does. On all ranks."""
     adapter = recipe.model.adapter
     known: Collection[str] = model.under_adapter(whole=True) if adapter else model.tensors
     portions: Iterable[Mapping[str, torch.Tensor]] = [wanted]
@@ -238,7 +221,6 @@ def _portions(
 
 
 def _in_float32(packed: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialised float32 weight, sharded as the packed nf4 weight is."""
     local = local_tensor(packed)
     weight = torch.empty(weight_shape(local), device=local.device)
     if not isinstance(packed, DTensor):
@@ -255,7 +237,6 @@ def _in_float32(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _progress(state: Mapping[str, Any]) -> Progress:
-    """Return the `Progress` in the state of a checkpoint."""
     # Defaults for fields that older checkpoints lack.
     newer: dict[str, Any] = {name: getattr(Progress(), name) for name in VALIDATED}
     newer |= {"attempt": "", "init_from": None}
@@ -291,8 +272,7 @@ class Saves:
         self._run.pulse.wants_save = bool(self._clock and self._clock.due(time.monotonic()))
 
     def after_step(self, wanted: bool) -> None:
-        """Save this step if a save is due, and log saves that have ended. `wanted`: whether rank
-        0's clock requests a save."""
+        """Save this step if a save is due or `wanted` by rank 0's clock. Log saves that ended."""
         run, progress = self._run, self._run.progress
         self._pending = self._is_best() or self._pending or wanted or run.due(self._every)
         # While steps are skipped, a save could replace the checkpoint that a roll-back needs.
@@ -321,15 +301,10 @@ class Saves:
 
 
 def caught_up(failed: int, resumed: int, snapshot_every: int) -> int:
-    """Return the first step to save after a restart from memory. Earlier saves would slow the steps
-    that are repeated, and add no safety: the copy in memory still exists.
-
-    Args:
-        failed: step in which the failure was reported.
-        resumed: step of the copy in memory.
-        snapshot_every: steps between copies. The result is at most two such intervals after
-            `resumed`, so that a wrong report does not put saves off for longer.
-    """
+    """Return the first step to save after a failure in step `failed` and a restart from the copy of
+    step `resumed` in memory. Earlier saves would slow the steps that are repeated, and add no
+    safety: the copy in memory still exists."""
+    # At most two intervals between copies, so that a wrong report does not put saves off for long.
     return min(failed - 1, resumed + 2 * snapshot_every)
 
 
@@ -354,8 +329,7 @@ def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
 
 
 def contents(run: Run) -> dict[str, Any]:
-    """Return the contents of a checkpoint of this step, as keyword arguments for
-    `TensorCheckpointer.save`. On all ranks."""
+    """Return keyword arguments for `TensorCheckpointer.save`. On all ranks."""
     model = run.model
     tensors, of_stage = model.kept_by(run.optimizer)
     groups_of_stage = parameter_groups(run.optimizer, model.optimized)
@@ -368,7 +342,6 @@ def contents(run: Run) -> dict[str, Any]:
             **({KEPT: kept} if kept else {}),
             "parameter_groups": groups,
             **run_state(run.recipe, run.task, run.world, run.progress.init_from),
-            **({UNWRITTEN: unwritten} if (unwritten := run.log.unwritten) else {}),
             **run.log.to_state(),
         },
         "files": run.task.files,
@@ -380,8 +353,7 @@ def contents(run: Run) -> dict[str, Any]:
 def report_saves(
     run: Run, raised: SaveFailed | None = None, stalls: dict[int, float] | None = None
 ) -> list[SaveOutcome]:
-    """Log and return the outcomes of saves that ended since the last call. Training continues after
-    a failed save.
+    """Log and return the outcomes of saves that ended since the last call.
 
     Args:
         raised: a failure that the caller prints; it is logged, but not on the console.
@@ -397,14 +369,8 @@ def report_saves(
 
 
 def finish_saves(run: Run, tries: int = 1) -> None:
-    """Wait until the checkpoint of the last step is written. On all ranks.
-
-    Args:
-        tries: number of tries, if the save fails by an error of the system, such as a full disk.
-
-    Raises:
-        SaveFailed: the checkpoint of the last step could not be written.
-    """
+    """Wait until the checkpoint of the last step is written. If the system reports an error, such
+    as a full disk, save again, up to `tries` tries. Raises SaveFailed. On all ranks."""
     raised = None
     try:
         with run.pulse.during("end"):
@@ -437,21 +403,15 @@ def pause(run: Run, *, leaving: bool) -> None:
         try:
             save(run, wait=True, memory_only=memory_only)
             finish_saves(run)
-        except SaveFailed as error:  # pause all the same: earlier checkpoints are intact
+        except SaveFailed as error:  # earlier checkpoints are intact, so the ranks may end
             run.log.say(f"warning: {error}")
         checkpointer.close(keep_memory=True)
 
 
 def roll_back(run: Run, *, memory: bool) -> str:
     """Load weights and optimizer state of an earlier step. Training continues with the data after
-    the failed steps. On all ranks.
-
-    Args:
-        memory: whether the newest copy in memory may be loaded; it may hold the present weights.
-
-    Returns:
-        Why the run was not rolled back; "" if it was.
-    """
+    the failed steps. Returns why the run was not rolled back; "" if it was. `memory`: whether the
+    newest copy in memory, which may hold the present weights, may be loaded. On all ranks."""
     checkpointer, progress = run.checkpointer, run.progress
     limit = run.recipe.elastic.max_rollbacks
     if progress.rollbacks == limit:
@@ -478,7 +438,7 @@ def roll_back(run: Run, *, memory: bool) -> str:
 
 
 def _save_clock(run: Run) -> SaveClock | None:
-    """Return the clock that decides when to save; None on ranks other than 0."""
+    """Return the clock by which rank 0 decides when to save; None on all other ranks."""
     if not run.world.is_main:
         return None
     failures, node_seconds = 0, 0.0

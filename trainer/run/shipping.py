@@ -62,8 +62,7 @@ class Shipper:
     Args:
         run: place of the run in the bucket.
         directory: the run's local directory; created, or updated from the bucket.
-        job: identity of this launch, see `terms.TermHolder`.
-        launcher: the process that keeps this launch alive, see `terms.TermHolder`.
+        job, launcher: see `terms.TermHolder`.
 
     Raises:
         OccupiedError: another launch trains this run.
@@ -138,12 +137,12 @@ class Shipper:
 
     @property
     def tail(self) -> LineRange:
-        """The lines that are not stored yet."""
+        """Lines that are not stored yet."""
         with self._lock:
             return LineRange(self._term.number, self._first, list(self._waiting))
 
     def to_state(self) -> dict[str, Any]:
-        """Return the lines that are not stored yet, as an entry for the state of a checkpoint."""
+        """Return `tail` as an entry for the state of a checkpoint; {} if it is empty."""
         tail = self.tail
         return {TAIL: tail._asdict()} if tail.lines else {}
 
@@ -154,11 +153,7 @@ class Shipper:
         return {str(self._run / tail.name): tail.data} if tail.lines else {}
 
     def take(self, state: Mapping[str, Any] | None) -> None:
-        """Store the lines in a loaded state, unless they are stored already.
-
-        Raises:
-            StorageError: the store does not answer.
-        """
+        """Store the lines in a loaded state, unless they are stored already."""
         span = LineRange.of(state.get(TAIL)) if state else None
         if span and span.term < self._term.number and self._store_rest(span):
             self._bring()
@@ -186,7 +181,7 @@ class Shipper:
             path.unlink()
 
     def _up_to_date(self) -> bool:
-        """Return whether this directory has all lines, because its process held the last term."""
+        """Return whether this directory has all lines: its process held the last term."""
         before = self._term.before
         with suppress(OSError, ValueError):
             number, _, token = read_text(self._directory / UP_TO).partition(" ")
@@ -221,12 +216,8 @@ class Shipper:
                 failing = True
 
     def flush(self) -> None:
-        """Store new lines and changed small files in the bucket.
-
-        Raises:
-            StorageError: the store does not answer.
-            OSError: a file cannot be read, or another process has stored different lines.
-        """
+        """Store new lines and changed small files in the bucket. Raises StorageError if the store
+        does not answer, OSError if another process has stored different lines."""
         with self._shipping:
             self._store_files()  # first, because a start line refers to its recipe
             tail = self.tail
@@ -240,7 +231,6 @@ class Shipper:
             self._merge()
 
     def _store_files(self) -> None:
-        """Store the small files that have changed."""
         for path in (*self._directory.iterdir(), *(self._directory / RECIPES).glob("*.yaml")):
             name = str(path.relative_to(self._directory))
             # samples come from another process, which stores them itself

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Any, Literal, Protocol
 
 import yaml
@@ -60,12 +61,8 @@ class Sink(Protocol):
 
 
 def group(key: str) -> str:
-    """Return the group of a metric in trackers: `run`, `speed`, `checkpoint`, `validation` or
-    `training`."""
-    for name, beginnings in _GROUPS.items():
-        if key.startswith(beginnings):
-            return name
-    return "training"
+    """Return the group of a metric in trackers: one of `_GROUPS`, or `training`."""
+    return next((name for name, begins in _GROUPS.items() if key.startswith(begins)), "training")
 
 
 _GROUPS = {
@@ -120,9 +117,7 @@ def _text(tag: str, text: str) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
 
-    shown = "\n".join(
-        f"    {line}" for line in text.splitlines()
-    )  # indented: a Markdown code block
+    shown = indent(text, "    ")  # a code block of Markdown
     plugin = SummaryMetadata.PluginData(plugin_name="text")
     tensor = TensorProto(dtype="DT_STRING", string_val=[shown.encode()])
     metadata = SummaryMetadata(plugin_data=plugin)
@@ -212,10 +207,7 @@ class WeightsAndBiases:
 
     def kept(self, after: float) -> float:
         """Return the time of the newest record in W&B's file, or `after`, as `Sink` describes.
-
-        Raises:
-            TimeoutError: W&B writes nothing more.
-        """
+        Raises TimeoutError if W&B writes nothing more."""
         with suppress(FileNotFoundError):
             rows, self._offset = read_rows(self._file, self._offset)
             if rows:
@@ -240,14 +232,8 @@ class WeightsAndBiases:
 
 
 def wandb_mode(requested: str) -> WandbMode:
-    """Return W&B's mode: that of the variable WANDB_MODE if it is set, else that of the recipe.
-
-    Args:
-        requested: the value of `tracking.wandb`, other than `off`.
-
-    Raises:
-        RecipeError: WANDB_MODE is invalid.
-    """
+    """Return W&B's mode: that of the variable WANDB_MODE if it is set, else `requested`, the value
+    of `tracking.wandb` (not `off`). Raises RecipeError if WANDB_MODE is invalid."""
     mode = os.environ.get("WANDB_MODE") or requested
     if mode not in _WANDB_MODES:
         from trainer.recipe import RecipeError
@@ -337,19 +323,14 @@ _HELP = {
 
 
 def _labels(pairs: Mapping[str, Any]) -> str:
-    """Return the labels of a metric in Prometheus's text format."""
     table = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
     inside = ",".join(f'{key}="{str(value).translate(table)}"' for key, value in pairs.items())
     return f"{{{inside}}}"
 
 
 def own_sink(name: str, run_dir: Path) -> Sink:
-    """Create a sink by the user's function that `tracking.sinks` names.
-
-    Raises:
-        RecipeError: the function is missing, or returned no sink.
-        Exception: any error that the function raises.
-    """
+    """Create a sink by the user's function that `tracking.sinks` names. Raises RecipeError if it is
+    missing or returned no sink, and any error that it raises."""
     from trainer.recipe import RecipeError
     from trainer.recipe.factory import import_factory, returned_none
 

@@ -36,14 +36,11 @@ class SpeedRecorder:
         self._window.leave_out(time.perf_counter() - began)
 
     def step(self, result: StepResult, *, odd: bool) -> None:
-        """Add a step; at the end of a log interval, record the interval.
-
-        Args:
-            odd: whether the step took longer for a known reason; then averages exclude it.
-        """
-        run = self._run
+        """Add a step; at the end of a log interval, record the interval. `odd`: whether the step
+        took longer for a known reason; then averages exclude it."""
+        run, compute = self._run, result.gradients.compute
         if run.balance and (
-            change := run.balance.after_step(run.progress.sequences, result.compute, odd=odd)
+            change := run.balance.after_step(run.progress.sequences, compute, odd=odd)
         ):
             begin, shares = run.balance.begin, run.balance.shares
             run.log.shares(run.progress.step, begin, shares, change)
@@ -51,7 +48,7 @@ class SpeedRecorder:
             self._window.leave_out(result.seconds)
         else:
             tokens = run.plan.global_batch * run.recipe.data.seq_len
-            self._window.add(result.seconds, result.data_wait, result.compute, tokens)
+            self._window.add(result.seconds, result.data_wait, compute, tokens)
             if run.model.pipeline:
                 self._window.pipeline.append(run.model.pipeline.seconds)
         if not run.due(run.recipe.run.log_every):
@@ -106,10 +103,10 @@ def bubble(ran: Sequence[float], waited: Sequence[float]) -> float:
     or finished before other ranks.
 
     Args:
-        ran: by rank, seconds from its first action in a step to its last. Ranks begin together,
-            since each step ends with an all-reduce; so the maximum is the pipeline's time.
+        ran: by rank, seconds from its first action in a step to its last.
         waited: by rank, seconds within `ran` that it waited for messages.
     """
+    # Ranks begin together, since each step ends with an all-reduce: the pipeline takes max(ran).
     busy = sum(ran) - sum(waited)
     return 1 - busy / (len(ran) * max(ran))
 
@@ -127,21 +124,15 @@ class SpeedWindow:
         self.tokens = 0
 
     def add(self, seconds: float, data_wait: float, compute: float, tokens: int) -> None:
-        """Add one step.
-
-        Args:
-            seconds: duration of the step.
-            data_wait: seconds of waiting for data in it.
-            compute: mean seconds of a forward pass on this rank.
-            tokens: target tokens of the global batch.
-        """
+        """Add a step of `seconds`, of which it waited `data_wait` for data. `compute`: mean seconds
+        of a forward pass. `tokens`: target tokens of the global batch."""
         self.seconds.append(seconds)
         self.waits.append(data_wait)
         self.computes.append(compute)
         self.tokens += tokens
 
     def leave_out(self, seconds: float) -> None:
-        """Exclude seconds without training, such as warm-up or validation, from the speed."""
+        """Exclude seconds without training, such as validation, from the speed."""
         self._left_out += seconds
 
     @property
@@ -178,9 +169,9 @@ def step_record(run: Run, result: StepResult, window: SpeedWindow) -> dict[str, 
     recipe, progress, device = run.recipe, run.progress, run.world.device
     peak = peak_flops(recipe, device)
     values = {
-        **result.means,
-        "loss": result.loss,
-        "grad_norm": result.grad_norm,
+        **result.gradients.means,
+        "loss": result.gradients.loss,
+        "grad_norm": result.gradients.norm,
         "lr": result.lr,
         "tokens": progress.tokens,
         "skipped_steps": progress.skipped,

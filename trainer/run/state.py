@@ -59,14 +59,14 @@ class Progress:
     checkpoint older than this field."""
 
     def lacks_pass(self, options: RunSection) -> bool:
-        """Return whether this step lacks the validation pass that `run.stop_after` needs. Ranks
-        skip the pass when a node leaves, and save the state without it."""
+        """Return whether this step lacks the validation pass that `run.stop_after` needs, as when
+        the ranks skipped it because a node left."""
         due = self.step and options.stop_after and self.step % options.evaluate_every == 0
         return bool(due) and self.step < options.steps and self.validated != self.step
 
     def judge(self, loss: float | None) -> None:
-        """Record the validation loss of this step, and update the best loss. A loss that is not
-        finite is None or NaN, and counts as no improvement."""
+        """Record the validation loss of this step, and update the best loss. A loss that is None or
+        not finite is no improvement."""
         self.validation_loss, self.validated = loss, self.step
         self.passes_since_best += 1
         lowest = math.inf if self.best_loss is None else self.best_loss
@@ -140,8 +140,7 @@ class Run:
 
     @property
     def passes(self) -> Iterator[int]:
-        """Yield, without end, the number of this rank's micro-batches in the present step and in
-        each step after it."""
+        """Yield without end: this rank's number of micro-batches in the present and later steps."""
         sequences = self.progress.sequences
         while True:
             yield self.plan_at(sequences).passes_of(self.mesh.dp_rank)
@@ -178,6 +177,6 @@ class Run:
         return step >= options.steps or bool(decides and passes >= options.stop_after)
 
     def due(self, every: int) -> bool:
-        """Return whether an action is due that is taken every `every` steps (0: never) and after
-        the last step."""
+        """Return whether an action is due after this step, if it is taken every `every` steps (0:
+        never) and after the last step."""
         return self.done or (every > 0 and self.progress.step % every == 0)

@@ -39,28 +39,11 @@ NAME_BYTES = 256
 class StepResult:
     """The result of one optimizer step. Equal on all ranks, except for times, which are seconds."""
 
-    loss: float
-    """Mean loss over the target tokens of the global batch."""
-    means: Mapping[str, float]
-    """Means of the other scalars that the model returned, weighted as the loss is."""
-    grad_norm: float
-    """Norm of the whole gradient before clipping."""
+    gradients: "Gradients"
     lr: float
     verdict: StepVerdict
     seconds: float
     data_wait: float
-    compute: float
-    """Mean seconds of this rank's forward passes."""
-    save: bool
-    """Whether rank 0 requests a save after this step."""
-    pause: float
-    """Sum of `Pulse.pause_request` over the ranks. Unless it is 0, all ranks end after this
-    step."""
-    mute: int
-    """Number of ranks whose agent dropped output (`Pulse.mute`)."""
-    consumed: str | None
-    """Digest of the samples that all ranks read, 16 hexadecimal digits; None if the data has no
-    digests. See `TokenStream.fetch_with_digest`."""
 
     @property
     def skipped(self) -> str:
@@ -68,22 +51,15 @@ class StepResult:
         "weights"; "" if the update holds."""
         if self.verdict.action == "keep":
             return ""
-        numbers = {"loss": self.loss, "norm": self.grad_norm}
-        return next(
-            (name for name, number in numbers.items() if not math.isfinite(number)), "weights"
-        )
+        if not math.isfinite(self.gradients.loss):
+            return "loss"
+        return "weights" if math.isfinite(self.gradients.norm) else "norm"
 
 
 class Inputs:
-    """Fetches the micro-batches of this rank, one step at a time.
-
-    On a GPU the micro-batches of the next step are fetched while the GPU computes this step. Only
-    fetching after the GPU has finished counts as waiting.
-
-    Args:
-        batches: all micro-batches of this rank, in order.
-        passes: number of micro-batches in each step.
-    """
+    """Fetches the micro-batches of this rank, one step at a time. On a GPU those of the next step
+    are fetched while the GPU computes this step. `batches`: all micro-batches of this rank, in
+    order. `passes`: number of micro-batches in each step."""
 
     def __init__(self, batches: Iterator[dict[str, torch.Tensor]], passes: Iterator[int]) -> None:
         self._batches, self._passes = batches, passes
@@ -92,10 +68,7 @@ class Inputs:
 
     def take(self) -> tuple[list[dict[str, torch.Tensor]], float]:
         """Return the micro-batches of the next step, and the seconds that the step waited for them.
-
-        Raises:
-            Exception: the error with which fetching failed, now or earlier in `fetch`.
-        """
+        Raises the error with which fetching failed, now or earlier in `fetch`."""
         if self._ahead is None:
             began = time.perf_counter()
             self._ahead = [next(self._batches) for _ in range(next(self._passes))]
@@ -107,7 +80,7 @@ class Inputs:
 
     def fetch(self, computed: Any) -> None:
         """Fetch the micro-batches of the next step while the device computes. `computed` marks the
-        end of this step's work on the device; fetching after that counts as waiting."""
+        end of this step's work on the device; only fetching after that counts as waiting."""
         ahead, self._seconds = [], 0.0
         try:
             for _ in range(next(self._passes)):
@@ -176,18 +149,14 @@ def train_step(run: Run, source: Inputs) -> StepResult:
     progress.step = step
     pulse.report(step, "after")
     seconds = time.perf_counter() - started
-    return StepResult(
-        outcome.loss, outcome.means, outcome.norm, lr, verdict, seconds, data_wait, outcome.compute,
-        outcome.save, outcome.pause, outcome.mute, outcome.consumed if digest else None,
-    )  # fmt: skip
+    return StepResult(outcome, lr, verdict, seconds, data_wait)
 
 
 def consumed(
     inputs: Sequence[dict[str, Any]], micro_batches: Iterable[MicroBatch], witness: int
 ) -> tuple[int, int] | None:
     """Remove the digests of samples from the inputs of a step, and return their sums (samples,
-    contents) over micro-batches that are real, multiplied by `Mesh.witness`; None if there are no
-    digests."""
+    contents) over real micro-batches, times `Mesh.witness`; None if there are no digests."""
     samples = contents = 0
     for batch, micro_batch in zip(inputs, micro_batches, strict=True):
         if CONSUMED not in batch:
@@ -204,19 +173,26 @@ class Gradients:
     model. Equal on all ranks, except for `local_loss` and `compute`."""
 
     loss: float
+    """Mean loss over the target tokens of the global batch."""
     means: Mapping[str, float]
+    """Means of the other scalars that the model returned, weighted as the loss is."""
     norm: float
-    """Norm of the whole gradient, with all factors applied."""
+    """Norm of the whole gradient before clipping, with all factors applied."""
     undivided: float
     """Factor still to be applied to the gradients: usual count / actual count."""
     counted: int
     """Labels or samples that the loss of the global batch is the mean of."""
     save: bool
+    """Whether rank 0 requests a save after this step."""
     pause: float
+    """Sum of `Pulse.pause_request` over the ranks. Unless it is 0, all ranks end after the step."""
     mute: int
+    """Number of ranks whose agent dropped output (`Pulse.mute`)."""
     spoiled: bool
     """Whether a save on some rank found NaN or infinity in the state since the last check."""
-    consumed: str
+    consumed: str | None
+    """Digest of the samples that all ranks read, 16 hexadecimal digits; None if the data has no
+    digests. See `TokenStream.fetch_with_digest`."""
     local_loss: torch.Tensor
     """This rank's part of the loss."""
     compute: float
@@ -236,8 +212,7 @@ def undisputed_gradients(
     digest: tuple[int, int] | None,
     upcoming: Inputs | None = None,
 ) -> Gradients:
-    """Call `gradients`, and repeat it as long as two ranks compute different gradients of one
-    micro-batch. On all ranks."""
+    """Call `gradients` until ranks agree on the gradients of each micro-batch. On all ranks."""
     outcome = gradients(run, inputs, digest, upcoming)
     while run.witness and outcome.dispute:  # `settle` raises once a rank is contradicted twice
         run.witness.settle(run, outcome.dispute)
@@ -252,14 +227,9 @@ def gradients(
     digest: tuple[int, int] | None,
     upcoming: Inputs | None = None,
 ) -> Gradients:
-    """Compute forward and backward over one global batch; leaves the gradients in the model. On all
-    ranks.
-
-    Args:
-        inputs: the micro-batches of this rank.
-        digest: result of `consumed`, to be summed over the ranks.
-        upcoming: on a GPU, its micro-batches of the next step are fetched during this step.
-    """
+    """Compute forward and backward over one global batch; leaves the gradients in the model.
+    `digest`: result of `consumed`, to be summed over the ranks. `upcoming`: on a GPU, its
+    micro-batches of the next step are fetched during this step. On all ranks."""
     recipe, mesh, device = run.recipe, run.mesh, run.world.device
     model, progress, pulse = run.model, run.progress, run.pulse
     step, marks = progress.step + 1, []
@@ -327,7 +297,7 @@ def gradients(
         len(names) :
     ]
     # Sums of digests below 2**32 are exact in float64.
-    digests = f"{int(samples) & MASK:08x}{int(contents) & MASK:08x}"
+    digests = f"{int(samples) & MASK:08x}{int(contents) & MASK:08x}" if digest else None
     undivided = usual / count_sum if count_sum else 1.0
     # The gradients are still multiplied by the loss scale.
     norm = sum(square_parts) ** 0.5 * undivided / progress.loss_scale.value
@@ -390,8 +360,8 @@ def compute_pass(
 
 def seed_generators(seed: int, device: torch.device) -> None:
     """Seed the default generators of the host and of this rank's device."""
-    # torch.manual_seed has the same effect, but is hundreds of times slower: it seeds all GPUs of
-    # the node, and formats a stack trace where CUDA is not initialized.
+    # torch.manual_seed is hundreds of times slower: it seeds all GPUs of the node, and formats a
+    # stack trace where CUDA is not initialized.
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
@@ -399,11 +369,8 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 def rerun(run: Run, first: Gradients, second: Gradients) -> tuple[Gradients, str]:
     """Compare two computations of one step, the first of which was not finite. Weights and data
-    were the same, so a difference is a fault of a machine. On all ranks.
-
-    Returns:
-        The second result, and a sentence for the log.
-    """
+    were the same, so a difference is a fault of a machine. Returns the second result, and a
+    sentence for the log. On all ranks."""
     if not second.good:
         return second, "computed twice, not finite both times, so data or model is the cause"
     ranks = ranks_with(run, not torch.equal(first.local_loss, second.local_loss))
@@ -425,8 +392,7 @@ def ranks_with(run: Run, seen: bool) -> list[int]:
 
 def not_finite_anywhere(run: Run) -> str:
     """Return a message that names a tensor of the state with NaN or infinity, and the ranks; "" if
-    all are finite. On all ranks. Reads all state, so it is called only after failed steps and after
-    the last step."""
+    all are finite. Reads all state, which takes long. On all ranks."""
     model, device = run.model, run.world.device
     held = {name: x for name, x in model.tensors.items() if name not in run.unchecked}
     bad = tensors_not_finite({**held, **model.state_of(run.optimizer)})
@@ -453,15 +419,12 @@ def judge(run: Run, outcome: Gradients, note: str) -> StepVerdict:
     if math.isfinite(outcome.loss) and not outcome.good and progress.loss_scale.value > 1:
         scale, progress.loss_scale = progress.loss_scale, progress.loss_scale.after_overflow()
         progress.skipped += 1
-        return StepVerdict(
-            "skip", f"step {step}: fp16 overflow at loss scale {scale.value:g}; halved"
-        )
+        what = f"fp16 overflow at loss scale {scale.value:g}; halved"
+        return StepVerdict("skip", f"step {step}: {what}")
     # Loss and norm are equal on all ranks, so all enter this collective or none.
     bad_ranks = [] if outcome.good else ranks_with(run, not math.isfinite(outcome.local_loss))
-    limit = recipe.elastic.max_skipped_steps
-    verdict = judge_step(
-        step, outcome.loss, outcome.norm, bad_ranks, progress.skipped_in_row, limit
-    )
+    skipped, limit = progress.skipped_in_row, recipe.elastic.max_skipped_steps
+    verdict = judge_step(step, outcome.loss, outcome.norm, bad_ranks, skipped, limit)
     if verdict.action == "keep":
         progress.skipped_in_row = 0
         if recipe.precision.dtype == "fp16":

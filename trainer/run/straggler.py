@@ -44,16 +44,13 @@ def compare_ranks(
 ) -> tuple[StragglerState, list[str]]:
     """Compare the ranks in one more log interval. A rank is called slow if it takes more than
     SLOWER times the median and is an outlier, in the interval and in the moving average, for
-    WINDOWS intervals in a row. If the number of ranks changes, the comparison begins anew.
+    WINDOWS intervals in a row. If the number of ranks changes, the comparison begins anew. Returns
+    the new state, and a sentence for each rank that became slow or is no longer slow.
 
     Args:
-        pace: the state after the last interval.
         seconds: by rank, mean seconds of a pass in this interval, without waits for other ranks.
         sequences: by rank, mean number of sequences in a pass; None: all equal.
         ranks: global ranks of the values, such as the ranks of a pipeline stage; None: 0, 1, ….
-
-    Returns:
-        The new state, and a sentence for each rank that became slow or is no longer slow.
     """
     if len(pace.smoothed) != len(seconds):
         pace = StragglerState(tuple(seconds), (0,) * len(seconds))

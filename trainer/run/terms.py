@@ -65,15 +65,11 @@ def holder_of(run: ObjectPath, number: int) -> TermHolder | None:
     try:
         data = store_of(run).read(_place(run, TERMS, number))
         holder = TermHolder(**json.loads(data[:_MOST_BYTES]))
-        return TermHolder(
-            str(holder.job),
-            str(holder.owner),
-            str(holder.launcher),
-            float(holder.since),
-            str(holder.token),
-        )
     except (FileNotFoundError, ValueError, TypeError):
         return None
+    texts = holder.job, holder.owner, holder.launcher, holder.token
+    valid = all(isinstance(text, str) for text in texts) and isinstance(holder.since, float)
+    return holder if valid else None
 
 
 class Term:
@@ -91,14 +87,12 @@ class Term:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop writing the heartbeat, but do not release the term. Another process of this launch
-        can claim the next term at once. Another launch may first have to watch the heartbeat for
-        MISSED_BEATS times BEAT_SECONDS, see [Note: terms]."""
+        """Stop writing the heartbeat, but do not release the term: only a process of this launch
+        can claim the next term at once, see [Note: terms]."""
         self._end.set()
 
     def release(self) -> None:
-        """Stop writing the heartbeat, and release the term: any launch can claim the next term at
-        once."""
+        """Stop writing the heartbeat, and let any launch claim the next term at once."""
         self._end.set()
         self._thread.join(RELEASE_SECONDS)
         with suppress(CheckpointError, OSError):  # the next launch then waits for missed heartbeats
@@ -123,17 +117,9 @@ class Term:
 
 
 def claim(run: ObjectPath, job: str, launcher: str) -> Term:
-    """Claim the next term of a run.
-
-    Args:
-        run: place of the run in the bucket.
-        job: see `TermHolder`.
-        launcher: see `TermHolder`.
-
-    Raises:
-        OccupiedError: another launch trains this run.
-        StorageError: the store does not answer, or ignores conditional writes.
-    """
+    """Claim the next term of a run. `job`, `launcher`: see `TermHolder`. Raises OccupiedError if
+    another launch trains this run, StorageError if the store does not answer or ignores conditional
+    writes."""
     own = TermHolder(job, owner(), launcher, time.time(), secrets.token_hex(8))
     known = 0
     while True:
@@ -156,7 +142,7 @@ def claim(run: ObjectPath, job: str, launcher: str) -> Term:
 def _wait_for_the_dead(
     run: ObjectPath, number: int, holder: TermHolder | None, own: TermHolder
 ) -> None:
-    """Return once no other launch trains this run; raise OccupiedError if one does."""
+    """Return once no other launch trains this run; raise OccupiedError if another does."""
     if holder and holder.job == own.job:
         return
     alive, beat = holder and is_alive(holder.launcher), _beat(run, number)
@@ -210,7 +196,6 @@ def _occupied(run: ObjectPath, holder: TermHolder | None) -> OccupiedError:
 
 
 def _who(holder: TermHolder) -> str:
-    """Describe the process that holds a term, for messages."""
     found = re.fullmatch(r"([\w.-]+)-[0-9a-f]{8}-(\d+)-\d+", holder.owner)
     name = f"process {found[2]} on {found[1]}" if found else "another process"
     since = ""

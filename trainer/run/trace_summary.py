@@ -1,11 +1,10 @@
 """Summarises Chrome traces of torch's profiler on one page: how a step's time is spent.
 
-Each moment of a step counts once, for one phase. On a CPU that is the first in this list that runs
-at the moment: waiting for data, the optimizer, an operator (compute), a collective (exposed
-communication), none (idle: Python, untraced waits). On a GPU the list is: a kernel of the
-optimizer, another kernel or a copy, a collective; the host's work counts only while the device is
-idle. Delays by checkpoints are counted separately, because their share depends on how often a run
-saves.
+Each moment of a step counts for one phase: the first of this list that runs at that moment. On a
+CPU: waiting for data, the optimizer, an operator (compute), a collective (exposed communication),
+none (idle: Python, untraced waits). On a GPU: a kernel of the optimizer, another kernel or a copy,
+a collective; the host's work counts only while the device is idle. Delays by checkpoints are
+counted separately, because their share depends on how often a run saves.
 """
 
 import gzip
@@ -79,19 +78,13 @@ class RankProfile:
     reduced: int
     """Bytes of all other tensors that were all-reduced in all steps."""
     divided: int
-    """Bytes of tensors that were sent by all-to-all in all steps, including this rank's own
-    rows."""
+    """Bytes of tensors sent by all-to-all in all steps, including this rank's own rows."""
     allocated: int
-    """Peak bytes of host memory that was allocated within a step; 0 in a trace without
-    allocations."""
+    """Peak bytes of host memory allocated within a step; 0 in a trace without allocations."""
 
 
 def read_trace(path: Path) -> RankProfile:
-    """Summarise one rank's trace.
-
-    Raises:
-        ValueError: the file is not a trace, or has no step.
-    """
+    """Summarise one rank's trace. Raises ValueError if the file is not a trace, or has no step."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         trace = json.load(file)
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
@@ -177,8 +170,6 @@ def _phase(event: dict[str, Any]) -> str:
 
 
 def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> list[OperatorTime]:
-    """Return operators (on a GPU: kernels), longest first. An operator's time excludes the
-    operators that it calls."""
     kinds = _KERNELS if on_gpu else ("cpu_op",)
     own: dict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
@@ -232,7 +223,6 @@ def _tensors(event: dict[str, Any]) -> tuple[list[list[Any]], list[str]]:
 
 
 def _allocated(events: Iterable[dict[str, Any]], steps: Spans) -> int:
-    """Return the peak bytes of host memory that was allocated within a step."""
     changes = sorted(
         (event["ts"], event["args"]["Bytes"], event["args"]["Addr"])
         for event in events
@@ -306,13 +296,8 @@ def length(spans: Spans) -> float:
 def summary(
     profiles: Sequence[RankProfile], title: str, every: int | None = None, top: int = 12
 ) -> str:
-    """Summarise the profiled steps of a run as a page of Markdown.
-
-    Args:
-        profiles: summaries of the traces of all ranks.
-        every: steps between checkpoints in the recipe; None: not known.
-        top: number of operators to list.
-    """
+    """Summarise the profiled steps of a run as a page of Markdown, with the `top` slowest
+    operators. `every`: steps between checkpoints in the recipe; None: not known."""
     profiles = sorted(profiles, key=lambda profile: profile.rank)
     steps = [seconds for profile in profiles for seconds in profile.steps]
     count, mean_step = len(profiles[0].steps), statistics.mean(profiles[0].steps)

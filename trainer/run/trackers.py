@@ -55,11 +55,7 @@ class MetricsTail:
     """Follows metrics.jsonl: returns the records in the newest attempt's lineage, the steps that
     led to its weights, see [Note: lineage] in elastic/record/history.py. The newest attempt is the
     last started of those that have a record. Also returns records without an attempt, and records
-    of an attempt that the ledger lacks.
-
-    Args:
-        run_dir: run directory.
-        after: `time` of the last record that was read earlier.
+    of an attempt that the ledger lacks. `after`: `time` of the last record that was read earlier.
     """
 
     def __init__(self, run_dir: Path, after: float) -> None:
@@ -71,12 +67,9 @@ class MetricsTail:
         """Lineage of `_newest`, the attempt that is followed (None before the first record)."""
 
     def read(self) -> tuple[int | None, list[dict[str, Any]]]:
-        """Return (first step whose earlier records are void, None if no record became void; new
-        records).
-
-        The first records that are read also make steps void, because an earlier process may have
-        stored more than it knew. Records that are again in the lineage are returned as new.
-        """
+        """Return (first step whose earlier records became void, else None; new records). The first
+        records that are read also make steps void, because an earlier process may have stored more
+        than it knew. Records that are again in the lineage are returned as new."""
         records, void = self._records(), None
         if not records:
             return None, []
@@ -109,7 +102,7 @@ class MetricsTail:
         return max(stand, default=0) + 1, others
 
     def _records(self) -> list[dict[str, Any]]:
-        """Return the records after the offset, and advance the offset past them."""
+        """Return the records that were appended since the last call."""
         try:
             descriptor = open_to_read(self._run_dir / METRICS)
         except OSError:  # the file does not exist yet, or belongs to another user
@@ -127,23 +120,16 @@ class MetricsTail:
         return [record for record in map(read_record, lines) if record]
 
     def _newest_of(self, *names: str) -> str:
-        """Return the name of the attempt that started last, by the ledger."""
         order = {name: place for place, name in enumerate(self._starts)}
         return max(names, key=lambda name: order.get(name, -1))
 
 
 def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
     """Pass new records to a sink at each `next`; yields the `time` of the last record that would
-    survive a kill.
-
-    Args:
-        after: `time` of the last record that the sink has stored.
-    """
+    survive a kill. `after`: `time` of the last record that the sink has stored."""
     kept, rewind = getattr(sink, "kept", None), getattr(sink, "rewind", None)
-    tail, standing = (
-        MetricsTail(run_dir, kept(after) if kept else after),
-        LedgerSummary(run_dir),
-    )
+    tail = MetricsTail(run_dir, kept(after) if kept else after)
+    ledger = LedgerSummary(run_dir)
     while True:
         again, records = tail.read()
         if again is not None and rewind:
@@ -154,7 +140,7 @@ def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
                 record.pop(text, None)
             values = {key: math.nan if value is None else value for key, value in record.items()}
             if "loss" in values:
-                values |= standing.at(values["time"])
+                values |= ledger.at(values["time"])
             sink.record(step, values)
         yield kept(after) if kept else tail.after
 
@@ -187,13 +173,8 @@ def to_hook(name: str, run_dir: Path, after: float) -> Iterator[float]:
 
 
 def keep_up(mark: Path, begin: Callable[[float], Tracker], ended: threading.Event) -> None:
-    """Run a tracker until the run has ended, or another process takes over.
-
-    Args:
-        mark: file that keeps the tracker's owner and position.
-        begin: creates the tracker at a position.
-        ended: set when no more records will be written.
-    """
+    """Run the tracker that `begin` creates at a position, until the run has ended (`ended` is set)
+    or another process takes over. `mark`: file that keeps the tracker's owner and position."""
     me, done, last = secrets.token_hex(4), _read_mark(mark)[1], False
     # The owner is written first: a tracker left on another node stops when it sees a new owner.
     _write_mark(mark, me, done)
@@ -231,7 +212,7 @@ def _write_mark(path: Path, owner: str, after: float) -> None:
 
 
 def describe_failure(name: str, error: BaseException) -> str:
-    """Return a message about the failure of a tracker called `name`."""
+    """Return a message about the failure of the tracker `name`."""
     from trainer.recipe import RecipeError
     from trainer.recipe.factory import failure
 
@@ -253,15 +234,9 @@ def persist(
     describe: Callable[[BaseException], str],
     passes: Callable[[BaseException], bool],
 ) -> None:
-    """Run a tracker until the run has ended, and restart it after failures. Prints the first
-    failure.
-
-    Args:
-        mark, begin, ended: as for `keep_up`.
-        describe: returns the warning about a failure.
-        passes: whether a failure may be temporary. After any other failure the tracker does nothing
-            more.
-    """
+    """Run a tracker as `keep_up` does, and restart it after failures. Prints `describe` of the
+    first failure. `passes`: whether a failure may be temporary; after any other failure the tracker
+    does nothing more."""
     reported, again, last = False, AGAIN_SECONDS, False
     while not last:
         last = ended.is_set()

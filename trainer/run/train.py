@@ -1,7 +1,5 @@
-"""The training loop: every step of a run, and what follows some of them.
-
-build.py makes the run, step.py runs a step, saves.py saves checkpoints.
-"""
+"""The training loop: every step of a run, and what follows some of them. build.py makes the run,
+step.py runs a step, saves.py saves checkpoints."""
 
 import gc
 
@@ -23,9 +21,9 @@ from trainer.tasks.own_model import refusing_misfits
 
 
 def train(run: Run, startup: Startup) -> int:
-    """Train to `run.steps`, or until the ranks agree to pause; returns the exit code. On all ranks.
-    After the first step `run.recall` may end this function by `AttemptRecalled`; the process then
-    trains on in the next attempt."""
+    """Train to `run.steps`, or until the ranks agree to pause; returns the exit code. After the
+    first step `run.recall` may raise `AttemptRecalled`; the process then trains on in the next
+    attempt. On all ranks."""
     recipe, task, progress, pulse = run.recipe, run.task, run.progress, run.pulse
     micro_batches = load(
         task.stream,
@@ -59,10 +57,11 @@ def train(run: Run, startup: Startup) -> int:
                 result = train_step(run, inputs)
             if first:
                 first_step_done(run, startup)
+            outcome = result.gradients
             run.log.step(
                 progress.step, progress.sequences - run.plan.global_batch, progress.sequences,
-                result.seconds, result.loss, result.grad_norm, result.skipped, result.consumed,
-                result.mute,
+                result.seconds, outcome.loss, outcome.norm, result.skipped, outcome.consumed,
+                outcome.mute,
             )  # fmt: skip
             if stopped := why_stopped(run, result):
                 return run.log.end(EXIT_DO_NOT_REQUEUE, stopped)
@@ -72,8 +71,8 @@ def train(run: Run, startup: Startup) -> int:
             if run.recall.settled:
                 run.checkpointer.start_spare()
             check_replicas(run)
-            request = validation.after_step(result.pause)
-            saves.after_step(result.save)
+            request = validation.after_step(outcome.pause)
+            saves.after_step(outcome.save)
             profiler.after_step()
             if request and not run.done:
                 return stop_together(run, request)
@@ -86,8 +85,7 @@ def train(run: Run, startup: Startup) -> int:
 
 
 def first_step_done(run: Run, startup: Startup) -> None:
-    """After the first step, allow reuse of this process in later attempts, if the recipe does, and
-    log the startup times."""
+    """Allow reuse of this process in later attempts, if the recipe does; log the startup times."""
     run.recall.enable()
     startup.mark("first step")
     run.log.started(startup)
@@ -101,8 +99,8 @@ def first_step_done(run: Run, startup: Startup) -> None:
 
 
 def why_stopped(run: Run, result: StepResult) -> str:
-    """Log a bad loss or gradient, and roll back after too many, or if the weights are bad. Returns
-    why the run cannot continue; "" if it can. On all ranks."""
+    """Log a bad loss or gradient; roll back after too many, or if the weights are bad. Returns why
+    the run cannot continue; "" if it can. On all ranks."""
     verdict = result.verdict
     run.log.event(run.progress.step, "bad numbers", verdict.reason)
     if verdict.action in ("keep", "skip"):
@@ -117,12 +115,8 @@ def why_stopped(run: Run, result: StepResult) -> str:
 
 
 def stop_together(run: Run, request: float, *, saved: bool = False) -> int:
-    """End this attempt after the step just done; returns the exit code. On all ranks.
-
-    Args:
-        request: the sum of all ranks' `pause_request`.
-        saved: whether the state is saved already; otherwise it is saved first.
-    """
+    """End this attempt after the step just done; saves the state first, unless it is `saved`.
+    Returns the exit code. `request`: sum of all ranks' `pause_request`. On all ranks."""
     leaving = request >= PAUSE_TO_LEAVE
     if not saved:
         pause(run, leaving=leaving)

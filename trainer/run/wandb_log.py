@@ -49,13 +49,8 @@ def last_row(directory: Path, run_id: str, up_to: float = math.inf) -> WandbHist
 
 def cut_torn(directory: Path, run_id: str, own: Path) -> None:
     """Cut off incomplete records that a kill left at the end of a run's files: `wandb sync` would
-    stop there, and skip later files.
-
-    Args:
-        directory: W&B's directory, see `last_row`.
-        own: the file being written. It is not cut, and neither are files that changed less than
-            2 s before it.
-    """
+    stop there, and skip later files. `own`, the file being written, is not cut, and neither are
+    files that changed less than 2 s before it. `directory`: see `last_row`."""
     if not own.exists():
         return
     now = own.stat().st_mtime  # the filesystem's clock, which also set the other files' times
@@ -71,13 +66,8 @@ def cut_torn(directory: Path, run_id: str, own: Path) -> None:
 
 def read_rows(path: Path, offset: int) -> tuple[list[WandbHistoryRow], int]:
     """Read the rows after an offset; returns them and the offset of the first incomplete record.
-
-    Args:
-        offset: the start of a block, or an offset that this function returned.
-
-    Raises:
-        OSError: the file is missing, not a regular file, or belongs to another user.
-    """
+    `offset`: the start of a block, or a result of this function. Raises OSError if the file is
+    missing, not a regular file, or belongs to another user."""
     with os.fdopen(open_to_read(path), "rb") as file:
         if not is_ours(os.fstat(file.fileno()), path.parent):
             raise PermissionError(f"{path} belongs to another user")

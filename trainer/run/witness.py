@@ -20,7 +20,7 @@ because the digested tensors exist only after FSDP's first forward pass.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +40,7 @@ from trainer.parallel.fsdp import gathered_parameters
 from trainer.recipe.seeds import stable_seed
 from trainer.run.guard import DisputeError
 from trainer.run.state import Run
+from trainer.run.step import compute_pass
 
 EVENT = "witness"
 """Name of the ledger's events about disputes. Field `ranks` has the ranks that were contradicted
@@ -63,21 +64,13 @@ class DrawnPass:
 
 
 def draw_passes(seed: int, step: int, share: float, passes: int, ranks: int) -> list[DrawnPass]:
-    """Choose the passes of a step that are computed by witnesses too.
-
-    Args:
-        seed: the run's seed.
-        share: fraction of all passes to draw over many steps, in [0, 1].
-        passes: number of passes of each rank in a step.
-        ranks: number of ranks, at least 2.
-    """
+    """Choose the passes of a step that are computed by witnesses too. `share`: fraction of all
+    passes to draw over many steps. `passes`: passes of each rank in a step. `ranks`: at least 2."""
     wanted = share * passes
     count = int(wanted) + (stable_seed(seed, "witness", step) < wanted % 1 * 2**63)
     if not count:
         return []
-    order = sorted(
-        range(passes), key=lambda number: stable_seed(seed, "witnessed pass", step, number)
-    )
+    order = sorted(range(passes), key=lambda n: stable_seed(seed, "witnessed pass", step, n))
     # Distances vary, so that two machines with the same fault are not always paired.
     return [
         DrawnPass(number, 1 + stable_seed(seed, "witness of pass", step, number) % (ranks - 1))
@@ -131,18 +124,17 @@ class GradientComparison:
     whole: bool
     """Whether all passes of the step are drawn."""
     passes: int
-    """Number of this rank's passes in the step; other ranks may have more or fewer."""
+    """This rank's passes in the step; other ranks may have more or fewer."""
     rank: int
     ranks: int
     own: torch.Tensor
     """Digests for this rank's own micro-batches: (draws,) int64."""
     witnessed: torch.Tensor
-    """Digests for the micro-batches that it computed as a witness: (draws,) int64."""
+    """Digests for the micro-batches that this rank computed as a witness: (draws,) int64."""
     digests: "GradientDigests"
 
     def begin_pass(self, number: int) -> None:
-        """Begin pass `number` of this rank's own passes. Its gradients are digested if the pass is
-        drawn."""
+        """Begin pass `number` of this rank's own passes. Digest its gradients if it is drawn."""
         drawn = [n for n, draw in enumerate(self.draws) if draw.number % self.passes == number]
         self.digests.totals = [self.own[place] for place in drawn]
 
@@ -203,11 +195,7 @@ class GradientDigests:
 @contextmanager
 def unchanged(model: nn.Module, *, buffers: bool) -> Iterator[None]:
     """Context around a witness's pass: afterwards restore what the pass changed besides gradients.
-
-    Args:
-        model: the model that the pass calls.
-        buffers: whether the pass may change buffers.
-    """
+    `buffers`: whether the pass may change buffers."""
     kept = [
         (module, name, buffer, buffer.clone())
         for module in (model.modules() if buffers else ())
@@ -227,16 +215,11 @@ def unchanged(model: nn.Module, *, buffers: bool) -> Iterator[None]:
 
 
 class Witness:
-    """Compares gradients between ranks, and counts how often each was contradicted. On all ranks.
+    """Compares gradients between ranks, and counts how often each was contradicted. `share`:
+    fraction of the passes to compare. On all ranks."""
 
-    Args:
-        share: fraction of the passes to compare.
-        ranks: number of ranks.
-        compute_pass: the function of this name in step.py.
-    """
-
-    def __init__(self, share: float, ranks: int, compute_pass: Callable[..., object]) -> None:
-        self._share, self._ranks, self._compute_pass = share, ranks, compute_pass
+    def __init__(self, share: float, ranks: int) -> None:
+        self._share, self._ranks = share, ranks
         self._contradicted: Counter[int] = Counter()
         self._undecided = 0
         self._agreed = 0
@@ -269,17 +252,11 @@ class Witness:
             return
         digests = GradientDigests(gathered_parameters(run.model.module))
         own = torch.zeros(len(draws), dtype=torch.int64, device=run.world.device)
-        rank, sequences = run.mesh.dp_rank, run.progress.sequences
+        rank = run.mesh.dp_rank
         comparison = GradientComparison(
-            draws,
-            len(draws) == passes,
-            sum(1 for _ in run.plan.micro_batches(rank, sequences)),
-            rank,
-            self._ranks,
-            own,
-            torch.zeros_like(own),
-            digests,
-        )
+            draws, len(draws) == passes, run.plan.passes_of(rank), rank, self._ranks,
+            own, torch.zeros_like(own), digests,
+        )  # fmt: skip
         with digests.attached():
             for place, draw in enumerate(draws):
                 total = comparison.witnessed[place]
@@ -300,13 +277,8 @@ class Witness:
 
     def settle(self, run: Run, comparison: GradientComparison) -> None:
         """Find the rank that computed wrongly, and report it. Returns if the step must be computed
-        again. On all ranks.
-
-        Raises:
-            DisputeError: on a rank that was contradicted twice; on all ranks if twice no majority
-                showed which rank is wrong.
-            RuntimeError: on the other ranks, once a rank that was contradicted twice has ended.
-        """
+        again. Raises DisputeError on all ranks if twice no majority showed which rank is wrong; see
+        also `_end`. On all ranks."""
         step = run.progress.step + 1
         run.recall.check()  # a recall aborts NCCL's all-reduce, whose result is then meaningless
         # Recorded before the vote: if a rank dies in the vote, the next attempt must know.
@@ -340,8 +312,8 @@ class Witness:
         run.log.event(step, EVENT, f"{why}; the step is computed again")
 
     def _decide(self, run: Run, comparison: GradientComparison) -> torch.Tensor:
-        """Compute the drawn micro-batches for which this rank is the third rank; returns their
-        digests, (draws,) int64. On all ranks."""
+        """Return the digests, (draws,) int64, of the drawn micro-batches for which this rank is the
+        third rank. On all ranks."""
         totals = torch.zeros_like(comparison.own)
         with comparison.digests.attached():
             for place, draw in enumerate(comparison.draws):
@@ -367,15 +339,11 @@ class Witness:
         own_code = run.recipe.model.factory or run.recipe.model.family
         with unchanged(run.model.module, buffers=bool(own_code)):
             for forward in run.model.run([batch], train=True, reduce=False):
-                self._compute_pass(run, micro_batch, batch, forward)
+                compute_pass(run, micro_batch, batch, forward)
 
     def _end(self, run: Run, step: int, named: Sequence[int]) -> None:
-        """Report the ranks `named`, which were contradicted twice; always raises.
-
-        Raises:
-            DisputeError: this rank is among them.
-            RuntimeError: on all other ranks, once those ranks have ended.
-        """
+        """Report the ranks `named`, which were contradicted twice. Always raises: DisputeError on
+        these ranks, RuntimeError on all others once these have ended."""
         what = f"{contradicted(named)} twice, the last time in step {step}"
         leaves = "; its node leaves" if supervised() else ""
         run.log.event(
@@ -402,8 +370,7 @@ def contradicted(ranks: set[int] | Sequence[int]) -> str:
 
 
 def differing(ranks: set[int], decided: bool) -> str:
-    """Return a sentence on why no majority shows which of `ranks` is wrong. `ranks` is empty if all
-    digests agree."""
+    """Return why no majority shows which of `ranks` (empty if all digests agree) is wrong."""
     if not ranks:
         return (
             "two ranks agree on each gradient, but the sum over ranks that compares them is wrong: "
@@ -422,8 +389,7 @@ def differing(ranks: set[int], decided: bool) -> str:
 
 
 def gathered(run: Run, mine: torch.Tensor) -> Any:
-    """Gather an integer tensor from all ranks; returns its values as a list by rank of ints or
-    nested lists. On all ranks."""
+    """Return the values of an integer tensor of each rank, as (nested) lists. On all ranks."""
     parts = [torch.zeros_like(mine) for _ in range(run.world.world_size)]
     dist.all_gather(parts, mine, group=run.mesh.group)
     return [received(part) for part in parts]

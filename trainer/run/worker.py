@@ -94,8 +94,7 @@ def run_attempt(process: ProcessContext) -> int | None:
 
 
 def begin(arguments: tuple[str, ...]) -> ProcessContext:
-    """Set up this process. A reserve process first rehearses, and waits until its agent makes it a
-    rank."""
+    """Set up this process. A reserve process first rehearses, then waits to be made a rank."""
     if read_environment()[2] > 1:
         die_with_parent()
     grow_segments()
@@ -121,8 +120,8 @@ def begin(arguments: tuple[str, ...]) -> ProcessContext:
 
 
 def rehearse(arguments: tuple[str, ...]) -> None:
-    """Build the model once in a fake process group. This fills torch's caches for DTensors. A small
-    model also runs forward and backward once, with arbitrary weights. This loads and compiles code
+    """Build the model once in a fake process group, to fill torch's caches for DTensors. A small
+    model also runs forward and backward once, with arbitrary weights, to load and compile code
     before a rank needs it. Does nothing without FSDP, or if the ranks use GPUs."""
     recipe, _, task, _ = prepare(arguments)
     ranks = rank, _, world_size, _ = read_environment()

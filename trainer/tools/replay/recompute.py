@@ -209,8 +209,8 @@ def _steps(
             if expected and expected.skipped == "weights":
                 run.checkpointer.not_finite = "the ledger says so"
             first, result = run.progress.sequences, train_step(run, inputs)
-            loss, norm = result.loss, result.grad_norm
-            recomputed = StepNumbers(loss, norm, result.skipped, result.consumed)
+            found = result.gradients
+            recomputed = StepNumbers(found.loss, found.norm, result.skipped, found.consumed)
             _compare(replay, run, step, first, recomputed)
             if step in backs:
                 to = backs[step]
