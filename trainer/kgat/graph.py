@@ -59,11 +59,8 @@ class KnowledgeGraph:
 def read_interactions(
     path: str, format: str = "auto", evaluate_on: str = "test", split_seed: int = 0
 ) -> Interactions:
-    """Read a data set. The arguments are options of `trainer.kgat.open_graph`.
-
-    Raises:
-        DataError: a file is missing or malformed.
-    """
+    """Read a data set. The arguments are options of `trainer.kgat.open_graph`. Raises DataError if
+    a file is missing or malformed."""
     directory = Path(path)
     if format == "auto":
         format = "recbole" if any(directory.glob("*.inter")) else "kgat"

@@ -65,12 +65,9 @@ class GraphTensors:
 
 
 class Propagate(torch.autograd.Function):
-    """Weighted sum over the neighbours of each node, and its gradient, as sparse products.
-
-    Every edge has its inverse in the graph. So the transposed matrix has its entries at the same
-    places, with the weights of each edge and its inverse exchanged, and nothing has to be sorted in
-    the backward pass.
-    """
+    """Weighted sum over the neighbours of each node, and its gradient, as sparse products. The
+    graph has the inverse of every edge, so the transposed matrix has entries at the same places,
+    with the weights of each edge and its inverse exchanged: backward sorts nothing."""
 
     @staticmethod
     def forward(ctx: Any, graph: GraphTensors, weights: Tensor, nodes: Tensor) -> Tensor:

@@ -92,10 +92,7 @@ class GraphStream:
 
         CF batch: users, positives and negatives (items), (B,) int64; dropout_seed, (), which is
         equal for all micro-batches of a step. KG batch: heads, relations, tails and negative_tails
-        (nodes), (B x triples_per_sample,) int64.
-
-        Raises:
-            DataError: no negative sample was found.
+        (nodes), (B x triples_per_sample,) int64. Raises DataError if no negative sample was found.
         """
         numbers = np.asarray(positions, dtype=np.int64)
         epochs, places = np.divmod(numbers, self.sequences)

@@ -4,11 +4,10 @@ speed.
 [Note: balance] Ranks are measured over windows of STEPS steps. A rank times its forward passes
 only, because a backward pass includes waiting for the gradients of all ranks. The all-reduce of the
 step after a window carries the measurements of all ranks. So all ranks compute the same new shares,
-see elastic/group/shares.py. New shares begin some steps later, because loaders have requested
-samples ahead. The order of samples, the global batch and its loss stay the same. Each attempt
-begins with equal shares, since its ranks may be on other machines.
-
-Where several ranks compute one share (tp, cp, pp), the slowest of them counts.
+see elastic/group/shares.py. Of several ranks that compute one share (tp, cp, pp), the slowest
+counts. New shares begin some steps later, because loaders have requested samples ahead. The order
+of samples, the global batch and its loss stay the same. Each attempt begins with equal shares,
+since its ranks may be on other machines.
 """
 
 from collections.abc import Iterator
@@ -90,21 +89,15 @@ class SpeedShares:
 
     def after_step(self, sequences: int, compute: float, *, odd: bool) -> str:
         """Add a step to the measurements; at the end of a window decide on shares. Returns a
-        message for the log if the shares change; else "". On all ranks.
-
-        Args:
-            sequences: number of sequences consumed, including this step's.
-            compute: mean seconds of this rank's forward passes.
-            odd: whether the step took longer for a known reason, and is not measured.
-        """
+        message for the log if the shares change; else "". On all ranks. `sequences`: consumed so
+        far. `compute`: mean seconds of this rank's forward passes. `odd`: whether the step took
+        longer for a known reason, and is not measured."""
         begin = sequences - self._balance.plan.global_batch
         passes = list(self.plan_at(begin).micro_batches(self._mesh.dp_rank, begin))
         seconds = compute * len(passes)
         if self._waits:
-            seconds, marks = 0.0, self._marks
-            for pair in marks:
-                seconds += seconds_between(*pair)
-            marks.clear()
+            seconds = sum(seconds_between(*pair) for pair in self._marks)
+            self._marks.clear()
         if not odd:
             self._seconds += seconds
             self._sequences += sum(len(micro_batch.positions) for micro_batch in passes)

@@ -5,9 +5,8 @@ it once a second. It accepts a stage that begins after the present step, and add
 CHANGES; it refuses a stage that begins earlier. The ledger records either answer. After an
 acceptance all ranks pause at the end of the step, as they do when a node joins. At the next start
 rank 0 reads CHANGES and sends it to all ranks. So the order of samples never changes under a
-running loader, and no rank has begun an accepted stage, whatever fails meanwhile. If the run is in
-a bucket, CHANGES is in the bucket before the answer is given, so it outlives rank 0's machine; the
-request is made in the run's directory on that machine.
+running loader, and no rank has begun an accepted stage, whatever fails meanwhile. CHANGES of a run
+in a bucket is in the bucket before the answer is given, so it outlives rank 0's machine.
 """
 
 import json

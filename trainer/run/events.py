@@ -9,21 +9,26 @@ from elastic.record.lines import read_line
 
 
 @dataclass(frozen=True)
-class Start:
-    """The run begins at `step` 0. In all events `at` is Unix time."""
+class Event:
+    """Something that happened to a run."""
 
     step: int
     at: float
+    """Unix time."""
+
+
+@dataclass(frozen=True)
+class Start(Event):
+    """The run begins at `step` 0."""
+
     world_size: int
     nodes: int
 
 
 @dataclass(frozen=True)
-class Restart:
+class Restart(Event):
     """The run continues after `step`: its ranks were restarted, or the job was launched again."""
 
-    step: int
-    at: float
     world_size: int
     nodes: int
     lost: int
@@ -33,11 +38,9 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Event):
     """The ranks completed an optimizer step."""
 
-    step: int
-    at: float
     loss: float
     """Mean loss over the global batch; NaN or infinite if training diverged."""
     seconds: float
@@ -46,11 +49,9 @@ class Step:
 
 
 @dataclass(frozen=True)
-class RollBack:
+class RollBack(Event):
     """After `step` the weights of an earlier step were loaded. The data continues after `step`."""
 
-    step: int
-    at: float
     to: int
     """Step whose weights were loaded."""
     source: str
@@ -58,39 +59,30 @@ class RollBack:
 
 
 @dataclass(frozen=True)
-class Validation:
+class Validation(Event):
     """The weights after `step` were validated."""
 
-    step: int
-    at: float
     values: dict[str, float]
     """Results, by the names in docs/metrics.md."""
 
 
 @dataclass(frozen=True)
-class Save:
+class Save(Event):
     """The save of `step` ended."""
 
-    step: int
-    at: float
     seconds: float
     error: str
     """Why the save failed; "" if the checkpoint is complete."""
 
 
 @dataclass(frozen=True)
-class End:
+class End(Event):
     """The ranks ended after `step`, at the end of training or with an error. Killed ranks leave no
     such event."""
 
-    step: int
-    at: float
     code: int
     """Exit code of the ranks."""
     reason: str
-
-
-Event = Start | Restart | Step | RollBack | Validation | Save | End
 
 
 class EventReader:

@@ -29,13 +29,9 @@ from trainer.run.micro_batch import HalvedError
 
 class FailureReport:
     """Context manager that reports an exception before the contexts around it are left, because
-    these may wait for writes and for other ranks.
-
-    Args:
-        pulse: the memory of this rank in which its agent reads the error.
-        recall: decides whether this process runs another attempt; then nothing is reported.
-        wait: seconds to wait before printing an error that another rank may print as well.
-    """
+    these may wait for writes and for other ranks. If `recall` says that this process runs another
+    attempt, nothing is reported. `wait`: seconds to wait before printing an error that another rank
+    may print as well."""
 
     def __init__(self, pulse: Pulse, rank: int, recall: RecallSocket, wait: float = 0) -> None:
         self._pulse, self._rank, self._recall, self._wait = pulse, rank, recall, wait

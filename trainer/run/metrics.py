@@ -1,8 +1,5 @@
 """Output of a run: per log interval a record on the console and in metrics.jsonl, which trackers.py
-reads, and per step a line in the ledger.
-
-Units: seconds, bytes, tokens; `tokens_per_second` counts target tokens over all ranks.
-"""
+reads, and per step a line in the ledger."""
 
 import json
 import math
@@ -43,21 +40,14 @@ absent if there are none."""
 
 
 class Startup:
-    """Measures the time from launch to the first optimizer step, divided into named parts.
-
-    Args:
-        again: whether this process existed before, for an earlier attempt or in reserve; then the
-            time starts now.
-    """
+    """Measures the time from launch to the first optimizer step, divided into named parts. With
+    `again` the process existed before, and the time starts now."""
 
     def __init__(self, *, again: bool = False) -> None:
-        launched = float(os.environ.get("PERDURE_LAUNCHED_AT", "0"))
-        self.again = again
-        born = time.time() if again else _process_start()
+        self._last = time.time() if again else _process_start()
         self.parts: dict[str, float] = {}
-        if launched:
-            self.parts["launcher"] = born - launched
-        self._last = born
+        if launched := float(os.environ.get("PERDURE_LAUNCHED_AT", "0")):
+            self.parts["launcher"] = self._last - launched
 
     def mark(self, part: str) -> None:
         """Add the time since the last mark to `part`."""
@@ -80,14 +70,14 @@ def _process_start() -> float:
 
 
 class Log:
-    """Writes to the console, to metrics.jsonl, which trackers follow, and to the ledger. On ranks
-    other than 0 all methods do nothing. A context manager.
+    """Writes to the console, to metrics.jsonl, which trackers follow, and to the ledger. A context
+    manager.
 
     Args:
         start: line of the ledger about this attempt.
         unwritten: ledger lines in the loaded checkpoint that were not on disk when it was saved.
         shipper: stores the lines of a run in a bucket; None: `run.dir` is a directory.
-        silent: true on ranks other than 0.
+        silent: whether all methods do nothing, as on ranks other than 0.
     """
 
     def __init__(
@@ -242,9 +232,14 @@ class Log:
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
         """Report the results of validating the weights after `step`."""
-        if not self.silent:
-            self.record(step, values, validation_line(values))
-            self._ledger.validation(step, _finite(values))
+        if self.silent:
+            return
+        line = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
+        if perplexity := values.get("validation_perplexity"):
+            loss = values["validation_loss"]
+            line = f"validation loss {loss:.4f}, perplexity {perplexity:.2f}"
+        self.record(step, values, line)
+        self._ledger.validation(step, _finite(values))
 
     def save(
         self,
@@ -350,16 +345,6 @@ def step_line(
             break
         parts.pop(name, None)
     return " | ".join(parts.values())
-
-
-def validation_line(values: Mapping[str, float]) -> str:
-    """Return the console line for the results of a validation pass."""
-    if "validation_perplexity" not in values:
-        return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
-    return (
-        f"validation loss {values['validation_loss']:.4f}, "
-        f"perplexity {values['validation_perplexity']:.2f}"
-    )
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | None]:

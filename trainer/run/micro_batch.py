@@ -5,10 +5,8 @@ device, and all use the smallest result. A rank whose memory runs out during a p
 the other ranks, which wait for it in a collective. So it writes half the number to a file in the
 run directory and fails; the restarted ranks read the file. No weight has changed by then. Agents do
 not count this as a failure, because it happens only a few times: with 1 sequence per pass, the
-error is reported to the user.
-
-The file also keeps the number that was chosen, so that restarts need no prediction. The recipe of
-an exact run must name a number, because results and the largest number of ranks depend on it.
+error is reported to the user. The file also keeps the number that was chosen, so that restarts need
+no prediction. The recipe of an exact run must name a number, because results depend on it.
 """
 
 import dataclasses

@@ -114,13 +114,9 @@ class StepProfiler:
 def torch_profiler(
     device: torch.device, after: int, steps: int, ready: Callable[[profile], None]
 ) -> profile:
-    """Create torch's profiler. On a CPU it records allocations too.
-
-    Args:
-        after: number of steps before the profiled ones, at least 1; the last is the warm-up.
-        steps: number of profiled steps, at least 1.
-        ready: called after the last profiled step, or when the profiler is stopped before it.
-    """
+    """Create torch's profiler, for `steps` steps that follow `after` steps, the last of which is a
+    warm-up. On a CPU it records allocations too. `ready`: called after the last profiled step, or
+    when the profiler is stopped before it."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Kineto prints a line on stderr at every start
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":

@@ -302,12 +302,11 @@ def changes_of_start(
     value, new value). On rank 0, before the start line is written.
 
     Args:
-        run: the run directory.
         digest: digest of the resolved recipe.
         computed_by: code and machines of this start.
         state: state of the loaded checkpoint, for a run directory without the old recipe.
-        restart: whether this is a restart within one launch. It is compared with the last attempt;
-            a new launch is compared with the last attempt that completed a step.
+        restart: whether this is a restart within one launch; a new launch is compared with the last
+            attempt that completed a step.
     """
     before = last_start(run, trained=not restart)
     differences: dict[str, tuple[Any, Any]] = {}

@@ -18,11 +18,9 @@ def diverged_ranks(
     tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, *, ends: bool = False
 ) -> list[int]:
     """Return the global ranks whose tensors differ from the majority of a group of replicas;
-    without a majority, all compared ranks. On all ranks of the group, each with its own tensors.
-
-    Each rank sends a checksum of 64 bits: the sum of all 8-byte words, multiplied by an odd number
-    that differs from tensor to tensor. With `ends` only the first and last rank are compared.
-    """
+    without a majority, all compared ranks. With `ends` only the first and last rank are compared.
+    On all ranks of the group, each with its own tensors."""
+    # A checksum of 64 bits: the sum of all 8-byte words, those of each tensor times an odd number.
     checksum = None
     for number, tensor in enumerate(tensors):
         flat = tensor.detach().reshape(-1).view(torch.uint8)

@@ -353,13 +353,9 @@ def contents(run: Run) -> dict[str, Any]:
 def report_saves(
     run: Run, raised: SaveFailed | None = None, stalls: dict[int, float] | None = None
 ) -> list[SaveOutcome]:
-    """Log and return the outcomes of saves that ended since the last call.
-
-    Args:
-        raised: a failure that the caller prints; it is logged, but not on the console.
-        stalls: step → seconds for which its save blocked training; entries of ended saves are
-            removed.
-    """
+    """Log and return the outcomes of saves that ended since the last call. `raised`: a failure that
+    the caller prints, and that the console need not show. `stalls`: step → seconds for which its
+    save blocked training; those of ended saves are removed."""
     outcomes = list(run.checkpointer.outcomes())
     for outcome in outcomes:
         known = raised is not None and str(raised) == outcome.error
@@ -390,11 +386,9 @@ def finish_saves(run: Run, tries: int = 1) -> None:
 
 
 def pause(run: Run, *, leaving: bool) -> None:
-    """Save this step and wait until it is saved, before the ranks end. On all ranks.
-
-    A copy in the nodes' memory suffices if all nodes stay; a leaving node would take its part away.
-    """
+    """Save this step and wait until it is saved, before the ranks end. On all ranks."""
     checkpointer, step = run.checkpointer, run.progress.step
+    # A leaving node would take its part of the copy in the nodes' memory away.
     memory_only = checkpointer.memory_lasts and not leaving
     run.log.say(
         f"pausing after step {step}: saving it {'in memory' if memory_only else 'to storage'}"

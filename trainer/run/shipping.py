@@ -57,17 +57,8 @@ _JOURNAL = re.compile(r"(\d{6,})-(\d{9,})-([0-9a-f]{16})")
 
 
 class Shipper:
-    """Claims a run in a bucket for this attempt, and stores its lines there. A context manager.
-
-    Args:
-        run: place of the run in the bucket.
-        directory: the run's local directory; created, or updated from the bucket.
-        job, launcher: see `terms.TermHolder`.
-
-    Raises:
-        OccupiedError: another launch trains this run.
-        StorageError: the store does not answer, or ignores conditional writes.
-        OSError: the directory cannot be written.
+    """Claims a run in a bucket for this attempt as `terms.claim` does, and stores its lines there.
+    A context manager. `directory`: the run's local directory; created, or updated from the bucket.
     """
 
     def __init__(self, run: ObjectPath, directory: Path, job: str, launcher: str) -> None:
@@ -90,7 +81,7 @@ class Shipper:
         try:
             self._store_journals()
             if not self._up_to_date():
-                self._bring()
+                BucketRecordCopy(run, directory).refresh()
             write_whole(directory / UP_TO, f"{self._term.number} {self._term.token}")
         except BaseException:
             self._term.stop()
@@ -156,7 +147,7 @@ class Shipper:
         """Store the lines in a loaded state, unless they are stored already."""
         span = LineRange.of(state.get(TAIL)) if state else None
         if span and span.term < self._term.number and self._store_rest(span):
-            self._bring()
+            BucketRecordCopy(self._run, self._directory).refresh()
 
     def _store_rest(self, span: LineRange) -> bool:
         """Store the lines of an earlier term that no part holds; returns whether there were any."""
@@ -190,10 +181,6 @@ class Shipper:
                 before.token,
             )
         return self._term.number == 1 and not any(self._directory.glob("*.jsonl"))
-
-    def _bring(self) -> None:
-        """Copy ledger, metrics and small files from the bucket."""
-        BucketRecordCopy(self._run, self._directory).refresh()
 
     # --- the thread ------------------------------------------------------------------------------
 

@@ -38,17 +38,16 @@ class SpeedRecorder:
     def step(self, result: StepResult, *, odd: bool) -> None:
         """Add a step; at the end of a log interval, record the interval. `odd`: whether the step
         took longer for a known reason; then averages exclude it."""
-        run, compute = self._run, result.gradients.compute
-        if run.balance and (
-            change := run.balance.after_step(run.progress.sequences, compute, odd=odd)
-        ):
-            begin, shares = run.balance.begin, run.balance.shares
-            run.log.shares(run.progress.step, begin, shares, change)
+        run = self._run
+        if balance := run.balance:
+            compute = result.gradients.compute
+            if change := balance.after_step(run.progress.sequences, compute, odd=odd):
+                run.log.shares(run.progress.step, balance.begin, balance.shares, change)
         if odd:
             self._window.leave_out(result.seconds)
         else:
-            tokens = run.plan.global_batch * run.recipe.data.seq_len
-            self._window.add(result.seconds, result.data_wait, compute, tokens)
+            self._window.results.append(result)
+            self._window.tokens += run.plan.global_batch * run.recipe.data.seq_len
             if run.model.pipeline:
                 self._window.pipeline.append(run.model.pipeline.seconds)
         if not run.due(run.recipe.run.log_every):
@@ -83,14 +82,13 @@ class SpeedRecorder:
         world, rank = self._run.world, self._run.world.rank
         mine = self._run.micro_batches
         values = [
-            sum(window.computes) / max(1, len(window.computes)),
+            sum(one.gradients.compute for one in window.results) / max(1, len(window.results)),
             sum(len(micro.positions) for micro in mine) / len(mine),
         ]
         if self._run.model.pipeline:
             values += [sum(ran for ran, _ in window.pipeline), sum(w for _, w in window.pipeline)]
-        ranks = torch.zeros(
-            (len(values), world.world_size), dtype=torch.float64, device=world.device
-        )
+        shape = len(values), world.world_size
+        ranks = torch.zeros(shape, dtype=torch.float64, device=world.device)
         # Each rank fills its own column, so the sum holds all columns.
         ranks[:, rank] = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(ranks, group=mesh.group)
@@ -116,20 +114,11 @@ class SpeedWindow:
 
     def __init__(self) -> None:
         self._began, self._left_out = time.perf_counter(), 0.0
-        self.seconds: list[float] = []
-        self.waits: list[float] = []
-        self.computes: list[float] = []
+        self.results: list[StepResult] = []
         self.pipeline: list[tuple[float, float]] = []
         """`Pipeline.seconds` of each step: (seconds of running, seconds of waiting)."""
         self.tokens = 0
-
-    def add(self, seconds: float, data_wait: float, compute: float, tokens: int) -> None:
-        """Add a step of `seconds`, of which it waited `data_wait` for data. `compute`: mean seconds
-        of a forward pass. `tokens`: target tokens of the global batch."""
-        self.seconds.append(seconds)
-        self.waits.append(data_wait)
-        self.computes.append(compute)
-        self.tokens += tokens
+        """Target tokens of all steps."""
 
     def leave_out(self, seconds: float) -> None:
         """Exclude seconds without training, such as validation, from the speed."""
@@ -146,10 +135,10 @@ class SpeedWindow:
     ) -> dict[str, float]:
         """Return the speed over the interval, by the names in docs/metrics.md; {} without steps.
         `peak`: FLOP/s of one device."""
-        if not self.seconds:
+        if not self.results:
             return {}
-        elapsed = self.elapsed
-        middle, slow, slowest = np.percentile(self.seconds, (50, 90, 100)).tolist()
+        elapsed, seconds = self.elapsed, [result.seconds for result in self.results]
+        middle, slow, slowest = np.percentile(seconds, (50, 90, 100)).tolist()
         rate = self.tokens / elapsed
         record = {
             "tokens_per_second": rate,
@@ -157,7 +146,7 @@ class SpeedWindow:
             "step_seconds_p50": middle,
             "step_seconds_p90": slow,
             "step_seconds_max": slowest,
-            "data_wait": sum(self.waits) / elapsed,
+            "data_wait": sum(result.data_wait for result in self.results) / elapsed,
         }
         if flops_per_token and peak:
             record["mfu"] = rate * flops_per_token / (peak * world_size)
@@ -183,8 +172,8 @@ def step_record(run: Run, result: StepResult, window: SpeedWindow) -> dict[str, 
         values |= {"smallest_share": min(shares), "largest_share": max(shares)}
     if recipe.precision.dtype == "fp16":
         values["loss_scale"] = progress.loss_scale.value
-    if window.seconds:
-        mean_seconds = window.elapsed / len(window.seconds)
+    if window.results:
+        mean_seconds = window.elapsed / len(window.results)
         values["eta_seconds"] = mean_seconds * (recipe.run.steps - progress.step)
     return values
 

@@ -3,11 +3,9 @@
 A slow rank does not fail, but makes all others wait. Only times without such waits show it: those
 of forward passes, because a backward pass ends when the gradients of all ranks are summed. FSDP
 waits for other ranks in forward passes too, so with FSDP a slow rank shows only in its time between
-waits.
-
-Ranks with unequal shares of the batch must not look slow. A pass has a fixed cost and a cost per
-sequence, so small shares take less time, but more per sequence. A rank counts as slow only if it is
-slow both per pass and per sequence.
+waits. Ranks with unequal shares of the batch must not look slow. A pass has a fixed cost and a cost
+per sequence, so small shares take less time, but more per sequence. A rank counts as slow only if
+it is slow both per pass and per sequence.
 """
 
 from collections.abc import Sequence

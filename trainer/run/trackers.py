@@ -1,10 +1,9 @@
 """Runs sinks and hooks: `python -m trainer.run.trackers RUN_DIRECTORY KIND [module:function]`, each
 in a companion process of rank 0 (elastic/node/companion.py).
 
-A tracker is such a process. For a sink it reads metrics.jsonl while it grows, for a hook the
-ledger, and records its position in a file. So steps never wait for a tracker, and a tracker that is
-slow, fails or hangs does not disturb the run. If it is killed, its successor continues at its
-position.
+Such a process, a tracker, reads metrics.jsonl (for a sink) or the ledger (for a hook) while it
+grows, and keeps its position in a file, at which a successor continues. So steps never wait for a
+tracker, and a tracker that is slow, fails or hangs does not disturb the run.
 """
 
 import json
@@ -43,12 +42,7 @@ SINKS: dict[str, Callable[[Path], Sink]] = {
     "prometheus": Prometheus,
     "alerts": Alerts,
 }
-NAMES = {
-    "wandb": "W&B",
-    "tensorboard": "TensorBoard",
-    "prometheus": "tracking.prometheus",
-    "alerts": "tracking.alerts",
-}
+NAMES = {"wandb": "W&B", "tensorboard": "TensorBoard"}
 
 
 class MetricsTail:
@@ -266,7 +260,8 @@ def main(directory: str, kind: str, name: str = "") -> None:
     run_dir = Path(directory)
 
     def describe(error: BaseException) -> str:
-        text = describe_failure(NAMES.get(kind, f"tracking.{kind}: {name}"), error)
+        key = f"tracking.{kind}: {name}" if name else f"tracking.{kind}"
+        text = describe_failure(NAMES.get(kind, key), error)
         return f"{text}; {run_dir / (LEDGER if kind == 'hooks' else METRICS)} has all data"
 
     persist(

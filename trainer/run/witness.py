@@ -92,14 +92,8 @@ def find_outvoted(
     draw: DrawnPass, own: Sequence[int], witnessed: Sequence[int], thirds: Sequence[int] | None
 ) -> tuple[set[int], set[int]]:
     """Return (ranks that two others contradict, ranks that differ without a majority) for a drawn
-    pass.
-
-    Args:
-        own: by rank, digest for its own micro-batch.
-        witnessed: by rank, digest for the micro-batch that it computed as a witness.
-        thirds: by rank, digest for the micro-batch that it computed as the third rank; None: there
-            are only two ranks.
-    """
+    pass. The digests are by rank: for its own micro-batch, for the one that it computed as a
+    witness, and for the one that it computed as the third rank (None: there are two ranks)."""
     ranks = len(own)
     outvoted: set[int] = set()
     undecided: set[int] = set()

@@ -277,12 +277,8 @@ def check_forward(
 
     The pass runs on fake tensors, which is fast for models of any size. If it fails, fake tensors
     may be the cause. So the model is refused only if a pass on real tensors on the CPU fails at the
-    same place, and not for lack of a GPU or of other ranks.
-
-    Args:
-        model: a user's model on the CPU.
-        inputs: a micro-batch.
-        given: origin of the inputs, for the message of the RecipeError.
+    same place, and not for lack of a GPU or of other ranks. `given`: origin of the inputs, for the
+    message of the RecipeError.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
