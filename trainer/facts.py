@@ -1,5 +1,5 @@
-"""Describes the run that a node is about to join. The node's agent calls these functions before the
-node joins, see [Note: facts] in elastic/node/program.py."""
+"""Describes the run that a node is about to join. `arguments`: path of the recipe, and overrides.
+The node's agent calls these functions, see [Note: facts] in elastic/node/program.py."""
 
 from typing import Any
 
@@ -12,8 +12,7 @@ from trainer.run.preflight import folders_of
 
 
 def folders(arguments: tuple[str, ...]) -> dict[str, str]:
-    """Return the local paths that the ranks need, by recipe key. `arguments`: path of the recipe,
-    and overrides."""
+    """Return the local paths that the ranks need, by recipe key."""
     return folders_of(load_recipe(arguments[0], arguments[1:]))
 
 

@@ -71,16 +71,14 @@ class Propagate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, graph: GraphTensors, weights: Tensor, nodes: Tensor) -> Tensor:
-        """Return each node's sum over its neighbours, (N, D), for edge weights (E,) and node
-        embeddings (N, D)."""
+        """Return each node's sum (N, D) for edge weights (E,) and node embeddings (N, D)."""
         ctx.graph = graph
         ctx.save_for_backward(weights)
         return _sparse(graph, weights) @ nodes
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
-        """Return the gradient of the embeddings only, because the CF loss does not train attention
-        (section 3.4)."""
+        # Of the embeddings only: the CF loss does not train attention (section 3.4).
         (weights,) = ctx.saved_tensors
         transposed = _sparse(ctx.graph, weights[ctx.graph.reverse])
         return None, None, transposed @ gradients[0].contiguous()

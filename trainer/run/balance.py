@@ -46,8 +46,7 @@ class SpeedShares:
         """The present and any later plan, each with the first sequence that it divides."""
         self._steps, self._seconds, self._sequences = 0, 0.0, 0
         self._pace = 0.0
-        """Seconds per sequence on this rank in the last window; 0 before the first window ends, or
-        if no step of it was measured."""
+        """Seconds per sequence on this rank in the last window; 0 if nothing was measured."""
         self._sends = False
         """Whether the next step's all-reduce carries measurements."""
         self._paces: list[float] = []
@@ -113,8 +112,7 @@ class SpeedShares:
         return self._change(sequences) if self._balance.window(slowest) else ""
 
     def _change(self, sequences: int) -> str:
-        """Schedule the new batch plan of `self._balance` for a later step. Return a message for the
-        log."""
+        """Schedule the new batch plan for a later step. Return a message for the log."""
         new, (_, old) = self._balance.plan, self._plans[-1]
         ranks = range(self._mesh.dp_size)
         # Loaders have requested `ahead` micro-batches; on a GPU those of the next step as well.

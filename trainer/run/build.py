@@ -74,8 +74,7 @@ class BuiltModel:
 
 @contextmanager
 def build(process: ProcessContext, joined: Joined) -> Iterator[BuiltModel]:
-    """Build model and optimizer, or keep those of this process's last run, see
-    trainer/parallel/rejoin.py. On all ranks."""
+    """Build model and optimizer, or keep those of this process's last run. On all ranks."""
     task, world, recall = joined.inputs.task, joined.world, process.recall
     last, process.run = process.run, None  # a half-restored model must not be reused
     recipe = counted(settled(joined.inputs.recipe, world), task.stream.sequences)
@@ -91,7 +90,7 @@ def build(process: ProcessContext, joined: Joined) -> Iterator[BuiltModel]:
             dist.group.WORLD,
             process.spare,
             adapter=bool(recipe.model.adapter),
-        ) as checkpointer,  # fmt: skip
+        ) as checkpointer,
         abandon_when_recalled(checkpointer, recall),
         attention_kernel(recipe, task, world.device) as attention,
     ):
@@ -282,8 +281,7 @@ def shares_by_speed(
 def model_and_optimizer(
     recipe: Recipe, task: Task, world: World, mesh: Mesh
 ) -> tuple[ParallelModel, torch.optim.Optimizer]:
-    """Build the model of a task in the recipe's strategy, and its optimizer, both without loaded
-    state. On all ranks."""
+    """Build a task's model in the recipe's strategy, and its optimizer. On all ranks."""
     model = parallelize(
         task.model, task.blocks, mesh, recipe, world.device, task.fill,
         cores=max(1, usable_cores() // world.local_world_size),
@@ -337,8 +335,7 @@ def abandon_when_recalled(checkpointer: TensorCheckpointer, recall: RecallSocket
 
 @contextmanager
 def attention_kernel(recipe: Recipe, task: Task, device: torch.device) -> Iterator[list[str]]:
-    """Context in which the fastest installed kernel computes a decoder's attention on a GPU. Yields
-    log lines about the kernel."""
+    """Context in which the fastest kernel computes a decoder's attention. Yields log lines."""
     if device.type != "cuda" or not isinstance(task.model, Decoder):
         yield []
         return

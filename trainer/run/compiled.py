@@ -64,8 +64,7 @@ def keep_caches_closed(run_directory: Path, compiles: bool = False) -> None:
 
 
 def _open_to_others(path: Path) -> str:
-    """Return why other users could place code in the directory `path`; "" if they cannot. Creates
-    a missing directory."""
+    """Return why other users could place code in `path`, which is created; "" if they cannot."""
     try:
         for above in reversed(path.parents):
             above.mkdir(mode=0o755, exist_ok=True)  # not writable for others, whatever the umask

@@ -60,8 +60,7 @@ class Validator:
         self._run.log.validation(self._run.progress.step, values)
 
     def finish(self) -> None:
-        """Validate the last step if a leaving node interrupted its pass. Called once its state is
-        saved, when there is time."""
+        """Validate the last step if a leaving node interrupted its pass, once the step is saved."""
         run, evaluation = self._run, self._run.task.validation
         values = evaluate(run, evaluation, heed=False) if self._pending and evaluation else None
         if values:

@@ -1,9 +1,13 @@
 """Events of a run for `tracking.hooks`, read from lines of its ledger. Imports no torch."""
 
 import math
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from elastic.node.files import open_to_read
 from elastic.record.history import describe_failure
 from elastic.record.lines import read_line
 
@@ -93,9 +97,18 @@ class EventReader:
         """Attempt → Unix time of its start."""
         self._reached = 0
 
+    def read(self, path: Path, offset: int) -> Iterator[tuple[int, Event | None]]:
+        """Yield (offset of its end, result of `event`) of each complete line after an offset."""
+        with os.fdopen(open_to_read(path), "rb") as file:
+            file.seek(offset)
+            for line in file:
+                if not line.endswith(b"\n"):  # still being written
+                    break
+                offset += len(line)
+                yield offset, self.event(line)
+
     def event(self, line: bytes) -> Event | None:
-        """Return the event of a line; None if the line is incomplete, or of a kind that hooks do
-        not get."""
+        """Return the event of a line; None if hooks do not get it, or the line is incomplete."""
         try:
             values = read_line(line)
             return self._event(values.pop("kind"), values)

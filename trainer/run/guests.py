@@ -26,18 +26,14 @@ class Mlflow:
 
     def _begin(self, recipe: Mapping[str, Any], name: str) -> str:
         """Create the MLflow run, log the recipe to it, and return its id."""
-        tracking = recipe["tracking"]
-        existing = self._client.get_experiment_by_name(tracking["project"])
-        experiment = (
-            existing.experiment_id
-            if existing
-            else self._client.create_experiment(tracking["project"])
-        )
-        run = self._client.create_run(experiment, run_name=tracking["name"] or name).info.run_id
+        tracking, client = recipe["tracking"], self._client
+        existing = client.get_experiment_by_name(project := tracking["project"])
+        experiment = existing.experiment_id if existing else client.create_experiment(project)
+        run = client.create_run(experiment, run_name=tracking["name"] or name).info.run_id
         for section, keys in recipe.items():
             for key, value in keys.items():
                 if isinstance(value, bool | int | float | str):
-                    self._client.log_param(run, f"{section}.{key}", value)
+                    client.log_param(run, f"{section}.{key}", value)
         return str(run)
 
     def record(self, step: int, values: Mapping[str, float]) -> None:

@@ -202,28 +202,25 @@ def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _cpu() -> str:
-    """Return the instruction set that torch uses, and the CPU's maker: MKL selects kernels by
-    these."""
-    maker = platform.machine()
-    # Stop early: the kernel interrupts each core whose entry is read.
-    with suppress(OSError), Path("/proc/cpuinfo").open() as lines:
-        for line in lines:
-            key, _, value = line.partition(":")
-            if key.strip() in ("vendor_id", "CPU implementer"):
-                maker = value.strip()
-                break
-    return f"{torch.backends.cpu.get_cpu_capability()} ({maker})"
+    """Return the instruction set that torch uses, and the CPU's maker: MKL goes by these."""
+    # Only the first, because the kernel interrupts each core whose entry is read.
+    found = _values(Path("/proc/cpuinfo"), "vendor_id", "CPU implementer")
+    return f"{torch.backends.cpu.get_cpu_capability()} ({next(found, platform.machine())})"
 
 
 def _driver_gpus() -> list[str]:
     """Return the distinct GPU models of this machine, as NVIDIA's driver lists them."""
-    names = set()
-    for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
-        with suppress(OSError):
-            for line in path.read_text().splitlines():
-                key, _, value = line.partition(":")
-                names |= {value.strip()} if key == "Model" else set()
-    return sorted(names)
+    paths = Path("/proc/driver/nvidia/gpus").glob("*/information")
+    return sorted({name for path in paths for name in _values(path, "Model")})
+
+
+def _values(path: Path, *keys: str) -> Iterator[str]:
+    """Yield the values of these keys in a file of lines `key: value`."""
+    with suppress(OSError), path.open() as lines:
+        for line in lines:
+            key, _, value = line.partition(":")
+            if key.strip() in keys:
+                yield value.strip()
 
 
 def _short(value: Any) -> str:

@@ -1,13 +1,10 @@
-"""Counts attempts, failures, lost steps and goodput of a run from its ledger, for trackers. Imports
-no torch."""
+"""Counts attempts, failures, lost steps and goodput from a run's ledger. Imports no torch."""
 
-import os
 from array import array
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from elastic.node.files import open_to_read
 from elastic.record.ledger import LEDGER
 from trainer.run.events import Event, EventReader, Restart, RollBack, Start, Step
 
@@ -21,30 +18,23 @@ class LedgerSummary:
         """Events that were read, but are later than the time of the last call of `at`."""
         self._began = self._kept = 0.0
         self._seconds = array("d")
-        """Seconds of each step that the present weights contain (index 0 is step 1); 0 for a step
-        that they do not contain."""
+        """Seconds of each step (index 0 is step 1); 0 if the present weights do not contain it."""
         self._counts = dict.fromkeys(("attempt", "world_size", "failures", "steps_lost"), 0)
 
     def at(self, moment: float) -> dict[str, float]:
         """Return attempts, ranks, failures, lost steps and goodput up to a Unix time; {} before the
         run begins. The time must not decrease from call to call."""
-        self._read()
+        with suppress(OSError):
+            for end, event in self._reader.read(self._path, self._offset):
+                self._offset = end
+                if event:
+                    self._ahead.append(event)
         while self._ahead and self._ahead[0].at <= moment:
             self._add(self._ahead.popleft())
         if not self._began:
             return {}
         wall = max(moment - self._began, 0.0)
         return {**self._counts, "goodput": min(1.0, self._kept / wall) if wall else 0.0}
-
-    def _read(self) -> None:
-        with suppress(OSError), os.fdopen(open_to_read(self._path), "rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):  # still being written
-                    break
-                self._offset += len(line)
-                if event := self._reader.event(line):
-                    self._ahead.append(event)
 
     def _add(self, event: Event) -> None:
         if isinstance(event, Start | Restart):

@@ -11,8 +11,7 @@ from trainer.recipe import RecipeError
 
 
 class ScalarNames:
-    """Checks that a model returns the same scalars in all micro-batches and on all ranks. Training
-    and validation use one instance each."""
+    """Checks that a model returns the same scalars in all micro-batches and on all ranks."""
 
     def __init__(self) -> None:
         self._known: list[str] | None = None

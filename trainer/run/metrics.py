@@ -137,8 +137,7 @@ class Log:
             end()
 
     def to_state(self) -> dict[str, Any]:
-        """Return the lines that are not on disk, or not in the run's bucket, for the state of a
-        checkpoint."""
+        """Return lines that are not on disk or in the bucket, for the state of a checkpoint."""
         lines = [] if self.silent else self._ledger.unwritten
         shipped = self._shipper.to_state() if self._shipper else {}
         return {**({UNWRITTEN: lines} if lines else {}), **shipped}
@@ -161,15 +160,13 @@ class Log:
         self._bar.refresh()
 
     def event(self, step: int, event: str, what: str, **details: Any) -> None:
-        """Report a problem of a step on the console and, with `details`, in the ledger. Does
-        nothing if `what` is empty."""
+        """Report a problem `what` (unless "") on the console and, with `details`, in the ledger."""
         if what and not self.silent:
             self.say(f"warning: {what}")
             self._ledger.event(event, step=step, what=what, **details)
 
     def shares(self, step: int, begin: int, shares: Sequence[int], what: str) -> None:
-        """Report after `step` that data-parallel ranks have new shares of the global batch from
-        sequence `begin` on."""
+        """Report that data-parallel ranks have other shares from sequence `begin` on."""
         if not self.silent:
             self.say(what)
             self._ledger.event("shares", step=step, sequence=begin, shares=[*shares], what=what)
@@ -212,8 +209,7 @@ class Log:
             self._ledger.event("output lost", what=what, **here)
 
     def rollback(self, step: int, to: int, source: str, number: int) -> None:
-        """Report that after `step` the weights of step `to` were loaded: roll-back `number` of this
-        run. `source`: "memory" or "storage"."""
+        """Report roll-back `number`: after `step` the weights of step `to` were loaded."""
         if not self.silent:
             self.say(
                 f"warning: rolled back to the weights of step {to} in {source}; the data from "
@@ -242,12 +238,7 @@ class Log:
         self._ledger.validation(step, _finite(values))
 
     def save(
-        self,
-        step: int,
-        outcome: SaveOutcome,
-        *,
-        known: bool = False,
-        stall: float | None = None,
+        self, step: int, outcome: SaveOutcome, *, known: bool = False, stall: float | None = None
     ) -> None:
         """Report how a save ended, in `step`, which is later than the saved step.
 
@@ -281,8 +272,7 @@ class Log:
         line: str | None = None,
         event: str | None = None,
     ) -> None:
-        """Write `values` of `step` to metrics.jsonl, and print `line`. `event` describes a problem,
-        and is written too."""
+        """Write `values`, and a problem `event` if any, to metrics.jsonl; print `line`."""
         if self.silent:
             return
         if self._latest is None:
@@ -353,8 +343,7 @@ def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _companions(recipe: Recipe) -> list[list[str]]:
-    """Return, for each process that rank 0 starts, its module and the arguments that follow the run
-    directory."""
+    """Return (module, *arguments after the run directory) of each process that rank 0 starts."""
     tracking = recipe.tracking
     bundled = {
         "tensorboard": tracking.tensorboard,

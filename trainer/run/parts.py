@@ -105,8 +105,7 @@ def _parsed(names: Iterable[str]) -> list[tuple[int, int, int]]:
 
 
 class PartsReader:
-    """Reads the lines of a run's ledger and metrics from its parts. Parts stay in memory, so that
-    later calls fetch new ones only."""
+    """Reads the lines of a run's ledger and metrics. Parts stay in memory once they were read."""
 
     def __init__(self, run: ObjectPath) -> None:
         self._run = run

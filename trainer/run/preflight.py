@@ -52,7 +52,7 @@ def check_inputs(
 
 def folders_of(recipe: Recipe) -> dict[str, str]:
     """Return the local paths that every rank needs, by recipe key: folders, and for prepared data
-    the file that is read first. Does not access them."""
+    the file that is read first."""
     data = {f"data.sources.{n}.path": one.path for n, one in enumerate(recipe.data.sources)}
     named = {
         "run.dir": recipe.run.dir,

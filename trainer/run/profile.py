@@ -34,8 +34,7 @@ class ProfileRecord:
     parameters: int
     """Bytes of this rank's parameters between steps, when FSDP holds only shards."""
     gathered: int
-    """Bytes of whole parameters that FSDP keeps at the end of a forward pass, besides
-    `parameters`."""
+    """Bytes of whole parameters that FSDP keeps, besides `parameters`, after a forward pass."""
     gradients: int
     """Bytes of reduced gradients when the optimizer's step begins."""
     optimizer_state: int
@@ -43,15 +42,13 @@ class ProfileRecord:
     peak: int
     """Peak bytes that torch's allocator held. Excludes copies for checkpoints."""
     host: int
-    """Bytes of parameters, gradients and optimizer state in host memory; 0 if the device is the
-    CPU."""
+    """Bytes of parameters, gradients and optimizer state in host memory; 0 in a run on CPUs."""
     communication: float
     """Fraction of the time in which at least one collective ran or waited for other ranks."""
     collectives: float
     """Collective calls per step."""
     sent: float
-    """Bytes sent per step, computed from tensor sizes as if by ring algorithms; equally many are
-    received."""
+    """Bytes sent per step, computed from tensor sizes as if by ring algorithms."""
 
 
 class StepProfiler:

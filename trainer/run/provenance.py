@@ -87,11 +87,7 @@ def run_state(recipe: Recipe, task: Task, world: World, init_from: str | None) -
 
 
 def check_resume(
-    state: dict[str, Any],
-    recipe: Recipe,
-    task: Task,
-    path: object,
-    init_from: str | None = None,
+    state: dict[str, Any], recipe: Recipe, task: Task, path: object, init_from: str | None = None
 ) -> None:
     """Raise RecipeError for a recipe of another model, data, seed or initial weights than a
     checkpoint has.
@@ -225,8 +221,7 @@ def keep_recipe(directory: Path, text: str) -> None:
 
 
 def show_recipe(directory: Path, text: str) -> None:
-    """Write recipe.yaml, the recipe of the present attempt. On rank 0, once all checks of a start
-    have passed."""
+    """Write recipe.yaml, the recipe of the present attempt, once all checks passed. On rank 0."""
     try:
         path = directory / "recipe.yaml"
         with suppress(OSError, ValueError):
@@ -358,8 +353,7 @@ def _complete(old: Mapping[str, Any], recipe: Recipe) -> Mapping[str, Any]:
 
 
 def describe_changes(changed: Mapping[str, Sequence[Any]], recipe: Recipe) -> str:
-    """Return a line on what a start changes, from the result of `changes_of_start`; "" if nothing
-    changed."""
+    """Describe the result of `changes_of_start` in one line; "" if nothing changed."""
     if not changed:
         return ""
     parts = [f"{key} {_short(old)} → {_short(new)}" for key, (old, new) in changed.items()]

@@ -33,8 +33,7 @@ LAST_TRIES, AGAIN_SECONDS = 6, 5.0
 """Number of tries of a run's last save if the system reports an error, such as a full disk, and
 seconds between them: after the last step, a failure would lose the result of the training."""
 VALIDATED = ("validation_loss", "validated", "best_loss", "best_step", "passes_since_best")
-"""Fields of `Progress` on validation. A roll-back restores them together with the weights that were
-validated."""
+"""Fields of `Progress` on validation, which a roll-back restores with the validated weights."""
 PORTION = 1 << 28
 """Elements loaded in float32 at a time to be quantised: 1 GiB, divided among ranks by sharding."""
 NONE_WRONG: Mapping[str, int] = {}
@@ -119,8 +118,7 @@ def restore(
 
 
 def _refuse_wrong(wrong: Mapping[str, int], saved: Mapping[str, Any]) -> None:
-    """Raise DamagedCheckpoint for a saved state that is later than the last right step of its
-    attempt. `wrong`: see `restore`."""
+    """Raise DamagedCheckpoint for a saved state after the last right step of its attempt."""
     right = wrong.get(str(saved.get("attempt")))
     if right is not None and saved["step"] > right:
         raise DamagedCheckpoint(
@@ -227,13 +225,9 @@ def _in_float32(packed: torch.Tensor) -> torch.Tensor:
         return weight
     shape = torch.Size(weight_shape(packed))
     return DTensor.from_local(
-        weight,
-        packed.device_mesh,
-        packed.placements,
-        run_check=False,
-        shape=shape,
-        stride=(shape[1], 1),
-    )
+        weight, packed.device_mesh, packed.placements,
+        run_check=False, shape=shape, stride=(shape[1], 1),
+    )  # fmt: skip
 
 
 def _progress(state: Mapping[str, Any]) -> Progress:

@@ -43,16 +43,14 @@ logger = logging.getLogger(__name__)
 
 SHIP_SECONDS = 5.0
 MERGED = 32
-"""Number of parts that are merged into a larger part. The same number of larger parts is merged
-again."""
+"""Number of parts that are merged into a larger part; that many larger parts are merged again."""
 END_SECONDS, HURRIED_SECONDS = 60.0, 5.0
 """Longest wait for the last lines to be stored, at the end of training and after an error."""
 JOURNAL, UP_TO = "journal", "up-to-term"
 """Names in the run's local directory: the folder of journals; a file with the newest term of which
 the directory has all lines."""
 TAIL = "lines_to_store"
-"""Key in the state of a checkpoint for the `LineRange` of lines that were not stored; absent if all
-were."""
+"""Key in the state of a checkpoint for the `LineRange` of lines that were not stored, if any."""
 _JOURNAL = re.compile(r"(\d{6,})-(\d{9,})-([0-9a-f]{16})")
 
 
@@ -138,8 +136,7 @@ class Shipper:
         return {TAIL: tail._asdict()} if tail.lines else {}
 
     def before_commit(self) -> dict[str, bytes]:
-        """Return what must be stored before a checkpoint of the present state is committed:
-        URL → contents."""
+        """Return what must be stored before a commit of the present state: URL → contents."""
         tail = self.tail
         return {str(self._run / tail.name): tail.data} if tail.lines else {}
 

@@ -126,8 +126,7 @@ class SpeedWindow:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the interval began, less those passed to `leave_out`. Logging and saving
-        count."""
+        """Seconds since the interval began, without those passed to `leave_out`."""
         return time.perf_counter() - self._began - self._left_out
 
     def summary(
@@ -189,8 +188,7 @@ def peak_flops(recipe: Recipe, device: torch.device) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: reserved GPU memory, or on a CPU the
-    resident set."""
+    """Return this process's peak memory in bytes: reserved on the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -55,8 +55,7 @@ class Progress:
     attempt: str = ""
     """Name in the ledger of the attempt that computed this state; "" if unknown."""
     init_from: str | None = ""
-    """Digest of the initial weights, see identity.py; "": they were random; None: unknown, in a
-    checkpoint older than this field."""
+    """Digest of the initial weights; "": they were random; None: unknown, in an old checkpoint."""
 
     def lacks_pass(self, options: RunSection) -> bool:
         """Return whether this step lacks the validation pass that `run.stop_after` needs, as when
@@ -98,8 +97,7 @@ class Run:
     written: Recipe
     """The user's recipe, before values were computed for this world."""
     recipe: Recipe
-    """`written` with a number for `batch.micro_batch: auto`, and with `run.steps` computed from
-    `run.epochs`."""
+    """`written` with computed numbers for `batch.micro_batch: auto` and `run.steps`."""
     task: Task
     world: World
     mesh: Mesh
@@ -117,8 +115,7 @@ class Run:
     pulse: Pulse
     recall: RecallSocket
     unchecked: frozenset[str] = frozenset()
-    """Names in `model.tensors` that held NaN or infinity at the start of this attempt; checks skip
-    them."""
+    """Names in `model.tensors` that held NaN or infinity at the start, and are not checked."""
     trained: ScalarNames = field(default_factory=ScalarNames)
     """Names of the scalars that the model returns in training."""
     validated: ScalarNames = field(default_factory=ScalarNames)

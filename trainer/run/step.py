@@ -1,5 +1,4 @@
-"""One optimizer step: forward and backward over a global batch, checks of loss and gradients, and
-the update."""
+"""One optimizer step: forward and backward over a global batch, checks of the result, update."""
 
 import math
 import time
@@ -381,13 +380,17 @@ def rerun(run: Run, first: Gradients, second: Gradients) -> tuple[Gradients, str
 def ranks_with(run: Run, seen: bool) -> list[int]:
     """Return the ranks where `seen` is true, with all ranks that compute a share of the batch
     together with them: the loss of a share comes from all of these. On all ranks."""
-    device = run.world.device
-    mine = torch.tensor(2.0 * run.mesh.dp_rank + seen, dtype=torch.float64, device=device)
-    values = [torch.zeros_like(mine) for _ in range(run.world.world_size)]
-    dist.all_gather(values, mine, group=run.mesh.group)
-    reports = [divmod(int(received(value)), 2) for value in values]
+    mine = torch.tensor(2 * run.mesh.dp_rank + seen, device=run.world.device)
+    reports = [divmod(value, 2) for value in gathered(run, mine)]
     shares = {share for share, reported in reports if reported}
     return [rank for rank, (share, _) in enumerate(reports) if share in shares]
+
+
+def gathered(run: Run, mine: torch.Tensor) -> list[Any]:
+    """Return the values of an integer tensor of each rank, as (nested) lists. On all ranks."""
+    parts = [torch.zeros_like(mine) for _ in range(run.world.world_size)]
+    dist.all_gather(parts, mine, group=run.mesh.group)
+    return [received(part) for part in parts]
 
 
 def not_finite_anywhere(run: Run) -> str:
@@ -402,9 +405,8 @@ def not_finite_anywhere(run: Run) -> str:
     if bad:
         name = bad[0].encode()[:NAME_BYTES]
         word[: len(name)] = torch.tensor(list(name), dtype=torch.uint8)
-    words = [torch.zeros_like(word) for _ in range(run.world.world_size)]
-    dist.all_gather(words, word, group=run.mesh.group)
-    names = [bytes(sent.tolist()).rstrip(b"\0").decode(errors="replace") for sent in words]
+    sent = gathered(run, word)
+    names = [bytes(values).rstrip(b"\0").decode(errors="replace") for values in sent]
     ranks = [rank for rank, name in enumerate(names) if name]
     if not ranks:
         return ""

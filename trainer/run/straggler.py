@@ -86,8 +86,7 @@ def compare_ranks(
 
 
 def outliers(seconds: Sequence[float]) -> set[int]:
-    """Return the ranks above SLOWER times the median that are also outliers by their modified
-    z-score."""
+    """Return the ranks above SLOWER times the median whose modified z-score is above ODD."""
     if not seconds:
         return set()
     # The low median: of two ranks, the slower is compared with the faster.

@@ -46,8 +46,7 @@ class TermHolder:
     owner: str
     """Id of the process, see checkpointing/storage/ownership.py [Note: owner]."""
     launcher: str
-    """Id of the process that restarts ranks as long as it lives; "" if the job has several
-    nodes."""
+    """Id of the process that restarts ranks as long as it lives; "" in a job of several nodes."""
     since: float
     """Unix time of the claim."""
     token: str

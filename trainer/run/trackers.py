@@ -31,8 +31,7 @@ from trainer.run.sinks import Prometheus, Sink, TensorBoard, WeightsAndBiases, o
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 LOOK_SECONDS = 0.5
 AGAIN_SECONDS, AGAIN_SECONDS_MOST = 5.0, 300.0
-"""Seconds before a tracker retries after a failure of a file or connection: the first wait, and the
-longest."""
+"""First and longest wait, in seconds, before a tracker retries after a failure."""
 Tracker = tuple[Iterator[float], Callable[[], None]]
 """An iterator that passes on new records at each `next`, and yields the position; and a function
 that is called at the end, and closes the sink."""
@@ -146,23 +145,18 @@ def to_hook(name: str, run_dir: Path, after: float) -> Iterator[float]:
 
     hook, reader, reported, offset = import_factory("tracking.hooks", name), EventReader(), False, 0
     while True:
-        with os.fdopen(open_to_read(run_dir / LEDGER), "rb") as file:
-            file.seek(offset)
-            for line in file:
-                if not line.endswith(b"\n"):  # still being written
-                    break
-                offset += len(line)
-                event = reader.event(line)
-                if not event or offset <= after:
-                    continue
-                try:
-                    hook(event)
-                except (Exception, SystemExit) as error:
-                    if not reported:
-                        called = f"{name}, called with {type(event).__name__} of step {event.step},"
-                        text = describe_failure(f"tracking.hooks: {called}", error)
-                        print(f"warning: {text}", flush=True)
-                    reported = True
+        for end, event in reader.read(run_dir / LEDGER, offset):
+            offset = end
+            if not event or offset <= after:
+                continue
+            try:
+                hook(event)
+            except (Exception, SystemExit) as error:
+                if not reported:
+                    called = f"{name}, called with {type(event).__name__} of step {event.step},"
+                    text = describe_failure(f"tracking.hooks: {called}", error)
+                    print(f"warning: {text}", flush=True)
+                reported = True
         yield offset
 
 

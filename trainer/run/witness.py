@@ -40,7 +40,7 @@ from trainer.parallel.fsdp import gathered_parameters
 from trainer.recipe.seeds import stable_seed
 from trainer.run.guard import DisputeError
 from trainer.run.state import Run
-from trainer.run.step import compute_pass
+from trainer.run.step import compute_pass, gathered
 
 EVENT = "witness"
 """Name of the ledger's events about disputes. Field `ranks` has the ranks that were contradicted
@@ -279,9 +279,7 @@ class Witness:
         run.log.event(step, EVENT, f"step {step}: {OPENED}", agreed=self._agreed)
         mine = torch.stack([comparison.own, comparison.witnessed])
         own, witnessed = zip(*gathered(run, mine), strict=True)
-        thirds = None
-        if self._ranks > 2:
-            thirds = gathered(run, self._decide(run, comparison))
+        thirds = gathered(run, self._decide(run, comparison)) if self._ranks > 2 else None
         outvoted: set[int] = set()
         undecided: set[int] = set()
         for place, draw in enumerate(comparison.draws):
@@ -306,8 +304,7 @@ class Witness:
         run.log.event(step, EVENT, f"{why}; the step is computed again")
 
     def _decide(self, run: Run, comparison: GradientComparison) -> torch.Tensor:
-        """Return the digests, (draws,) int64, of the drawn micro-batches for which this rank is the
-        third rank. On all ranks."""
+        """Return digests (draws,) that this rank computed as the third rank. On all ranks."""
         totals = torch.zeros_like(comparison.own)
         with comparison.digests.attached():
             for place, draw in enumerate(comparison.draws):
@@ -380,13 +377,6 @@ def differing(ranks: set[int], decided: bool) -> str:
         f"no two of the ranks {who} computed the same gradient of one micro-batch: several "
         "machines are wrong, or model or data are no pure function of the sequences"
     )
-
-
-def gathered(run: Run, mine: torch.Tensor) -> Any:
-    """Return the values of an integer tensor of each rank, as (nested) lists. On all ranks."""
-    parts = [torch.zeros_like(mine) for _ in range(run.world.world_size)]
-    dist.all_gather(parts, mine, group=run.mesh.group)
-    return [received(part) for part in parts]
 
 
 def wrong_attempts(run_dir: Path) -> dict[str, int]:

@@ -162,8 +162,7 @@ def wait_for_generation(
 
 
 def release_attempt(process: ProcessContext) -> None:
-    """Free the process groups and the memory of a finished attempt, except `process.run`. The
-    memory returns to the allocator, for the next attempt."""
+    """Free the process groups and the memory of a finished attempt, except `process.run`."""
     process.recall.abort()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

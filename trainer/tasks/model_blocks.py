@@ -30,8 +30,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _items(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield (item, whether its list is an `nn.ModuleList`) for the items of the outermost lists
-    that have parameters."""
+    """Yield (item, whether its list is an `nn.ModuleList`) for outermost items with parameters."""
     if not isinstance(module, _LISTS):
         for child in module.children():
             yield from _items(child)

@@ -1,5 +1,4 @@
-"""Checks a user's model at the start, and reports its failures in one line with the place in the
-user's code."""
+"""Checks a user's model at the start, and reports its failures with their place in the code."""
 
 import inspect
 import logging

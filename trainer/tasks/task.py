@@ -163,8 +163,7 @@ def _of_model(recipe: Recipe, model: TextModel) -> dict[str, Any]:
 
 
 def _family_and_sizes(model: TextModel) -> tuple[Architecture | None, Family | None]:
-    """Return architecture and family for a new config.json; (None, None) for a model of
-    transformers."""
+    """Return architecture and family for a new config.json; None for a model of transformers."""
     if isinstance(model, TransformersModel):
         return None, None
     return model.model.architecture, model.family

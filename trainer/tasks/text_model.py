@@ -171,8 +171,7 @@ def after_step_of(recipe: Recipe, family: Family) -> AfterStep | None:
 
 
 def documents_for(recipe: Recipe) -> DocumentForm | None:
-    """Return the form in which the model of a recipe gets document boundaries; None if it gets
-    none."""
+    """Return the form in which a recipe's model gets document boundaries; None if it gets none."""
     if not recipe.data.document_mask:
         return None
     theirs = recipe.model.factory or reason_for_theirs(recipe)
