@@ -63,8 +63,6 @@ class SpeedShares:
         has requested samples of that batch, its plan never changes."""
         return next(plan for begin, plan in reversed(self._plans) if begin <= sequences)
 
-    # --- the step's all-reduce ---------------------------------------------------------------
-
     def to_sum(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Return what this rank appends to the step's all-reduce: after a window a vector with one
         entry per rank, all 0 but for its own measurement; otherwise []. `like`: a tensor with the
@@ -83,8 +81,6 @@ class SpeedShares:
         ranks = self._mesh.dp_size * self._mesh.together
         self._paces = word[-ranks:]
         return word[:-ranks]
-
-    # --- after a step ------------------------------------------------------------------------
 
     def after_step(self, sequences: int, compute: float, *, odd: bool) -> str:
         """Add a step to the measurements; at the end of a window decide on shares. Returns a
@@ -143,8 +139,6 @@ class SpeedShares:
         """Share of each data-parallel rank in the newest plan, in micro-batches or sequences."""
         plan = self._plans[-1][1]
         return [len(plan.units_of(rank)) for rank in range(self._mesh.dp_size)]
-
-    # --- measuring ---------------------------------------------------------------------------
 
     @contextmanager
     def timing(self, model: nn.Module) -> Iterator[None]:

@@ -162,13 +162,11 @@ def restore_state(process: ProcessContext, built: BuiltModel) -> Iterator[Run]:
             reference.compute(model, world, mesh, pulse)
         reference_lines = reference.lines
         process.startup.mark("reference")
-    witness = None
     wrong: dict[str, int] = {}
     if recipe.elastic.witness:
         # imported only where the recipe uses it
         from trainer.run.witness import Witness, wrong_attempts
 
-        witness = Witness(recipe.elastic.witness, mesh.dp_size)
         wrong = wrong_attempts(recipe.directory)
     progress, state = restore(
         checkpointer, model, optimizer, recipe, task, agreement.init_from, built.kept,
@@ -199,8 +197,9 @@ def restore_state(process: ProcessContext, built: BuiltModel) -> Iterator[Run]:
     lines = unwritten if isinstance(unwritten, list) else []
     trained = model.trained
     fixed = {name: one for name, one in model.tensors.items() if name not in trained}
-    if witness:
-        witness.begin(progress.step)
+    witness = None
+    if share := recipe.elastic.witness:
+        witness = Witness(share, mesh.dp_size, progress.step)
     with (
         Log(recipe, start, lines, joined.shipper, silent=not world.is_main) as log,
         shares_by_speed(recipe, mesh, built.plan, model, task) as balance,

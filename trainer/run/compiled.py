@@ -45,22 +45,21 @@ def keep_caches_closed(run_directory: Path, compiles: bool = False) -> None:
                 f"{variable}: {why}, and code that is found there is run; name a directory that "
                 "only you can write to, or none"
             )
-    if INDUCTOR in os.environ:
-        os.environ.setdefault(TRITON, f"{os.environ[INDUCTOR]}/triton")
-        return
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    found: list[str] = []
-    for place in (cache / "perdure" / "compiled", run_directory.absolute() / "compiled"):
-        why = _open_to_others(place)
-        if not why:
-            os.environ[INDUCTOR] = str(place)
-            os.environ.setdefault(TRITON, str(place / "triton"))
-            return
-        found.append(why)
-    raise RecipeError(
-        f"no place for compiled code that only this user can write to: {'; '.join(found)}; set "
-        f"{INDUCTOR} to a directory that only you can write to"
-    )
+    if INDUCTOR not in os.environ:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+        places = (cache / "perdure" / "compiled", run_directory.absolute() / "compiled")
+        found: list[str] = []
+        for place in places:
+            if not (why := _open_to_others(place)):
+                os.environ[INDUCTOR] = str(place)
+                break
+            found.append(why)
+        else:
+            raise RecipeError(
+                f"no place for compiled code that only this user can write to: {'; '.join(found)}; "
+                f"set {INDUCTOR} to a directory that only you can write to"
+            )
+    os.environ.setdefault(TRITON, f"{os.environ[INDUCTOR]}/triton")
 
 
 def _open_to_others(path: Path) -> str:

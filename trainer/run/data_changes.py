@@ -22,16 +22,8 @@ from checkpointing.ranks import RankGroup, failing_alike
 from elastic.world import supervised
 from trainer.data.loader import check_weights
 from trainer.data.shards import is_prepared
-from trainer.recipe import Recipe, RecipeError
-from trainer.recipe.data_change import (
-    CHANGES,
-    REQUEST,
-    DataChange,
-    parsed,
-    plain,
-    refuse_taken_names,
-    with_changes,
-)
+from trainer.recipe import Recipe, RecipeError, data_change
+from trainer.recipe.data_change import DataChange
 from trainer.recipe.errors import known_errors
 from trainer.recipe.stages import ordered, table
 from trainer.run.provenance import read_changes, trusted_json, write_changes
@@ -46,8 +38,9 @@ def shared_changes(recipe: Recipe, changes: Sequence[DataChange]) -> Recipe:
     """Return the recipe with the accepted changes, which rank 0 broadcasts. On all ranks. Raises
     RecipeError if they do not fit the recipe."""
     with failing_alike():
-        values = RankGroup(dist.group.WORLD).on_main(lambda: json.dumps(plain(changes)))
-    return with_changes(recipe, parsed(json.loads(values)), CHANGES)
+        values = RankGroup(dist.group.WORLD).on_main(lambda: json.dumps(data_change.plain(changes)))
+    changes = data_change.parsed(json.loads(values))
+    return data_change.with_changes(recipe, changes, data_change.CHANGES)
 
 
 class DataChanges:
@@ -65,13 +58,13 @@ class DataChanges:
         if now < self._next:
             return
         self._next = now + LOOK_SECONDS
-        path = self._folder / REQUEST
+        path = self._folder / data_change.REQUEST
         if not path.exists():
             return
         name, what, refused = "", "a request that cannot be read", ""
         pauses = False
         try:
-            (change,) = parsed([trusted_json(path, self._run.recipe)])
+            (change,) = data_change.parsed([trusted_json(path, self._run.recipe)])
             name, what = change.name, describe(change)
             pauses = self._accept(change)
         except (*known_errors(), OSError, ValueError) as error:
@@ -105,9 +98,9 @@ class DataChanges:
                 f"its stage begins at sequence {change.begin}, but step {run.progress.step + 1} "
                 f"goes up to {done}; give a later step"
             )
-        refuse_taken_names(run.written, change, os.getcwd())
+        data_change.refuse_taken_names(run.written, change, os.getcwd())
         changes.append(change)
-        _check_data(with_changes(run.written, changes, CHANGES), change)
+        _check_data(data_change.with_changes(run.written, changes, data_change.CHANGES), change)
         # A bucket may take seconds to answer; the time limit of a save allows for that.
         with run.pulse.during("save"):
             write_changes(run.recipe, changes)

@@ -112,8 +112,6 @@ class Shipper:
             if self._journal:
                 self._journal[1].close()
 
-    # --- lines -----------------------------------------------------------------------------------
-
     def add(self, line: str) -> None:
         """Add a line of the ledger or of metrics.jsonl, without its newline."""
         with self._lock:
@@ -153,8 +151,6 @@ class Shipper:
             store_of(self._run).write_new(self._run / rest.name, rest.data)
         return bool(rest.lines)
 
-    # --- the start -------------------------------------------------------------------------------
-
     def _store_journals(self) -> None:
         """Store the journals that killed processes left on this machine, and delete them."""
         for path in sorted((self._directory / JOURNAL).iterdir()):
@@ -178,8 +174,6 @@ class Shipper:
                 before.token,
             )
         return self._term.number == 1 and not any(self._directory.glob("*.jsonl"))
-
-    # --- the thread ------------------------------------------------------------------------------
 
     def _ship(self) -> None:
         failing = last = False

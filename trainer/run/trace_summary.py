@@ -247,9 +247,6 @@ def _highest(changes: Iterable[tuple[float, int, int]]) -> int:
     return highest
 
 
-# --- intervals -------------------------------------------------------------------------------
-
-
 def merge(intervals: Sequence[tuple[float, float]]) -> Spans:
     """Return the union of intervals, which may overlap and need not be sorted."""
     merged: Spans = []
@@ -288,9 +285,6 @@ def subtract(one: Spans, other: Spans) -> Spans:
 def length(spans: Spans) -> float:
     """Return the total length of spans, in microseconds."""
     return sum(end - begin for begin, end in spans)
-
-
-# --- the page --------------------------------------------------------------------------------
 
 
 def summary(

@@ -77,8 +77,7 @@ def read_rows(path: Path, offset: int) -> tuple[list[WandbHistoryRow], int]:
     rows = []
     for record, end in _records(data, offset):
         offset = end
-        row = _row(record) if record else None
-        if row:
+        if record and (row := _row(record)):
             rows.append(row)
     return rows, offset
 

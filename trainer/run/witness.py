@@ -210,18 +210,15 @@ def unchanged(model: nn.Module, *, buffers: bool) -> Iterator[None]:
 
 class Witness:
     """Compares gradients between ranks, and counts how often each was contradicted. `share`:
-    fraction of the passes to compare. On all ranks."""
+    fraction of the passes to compare. The weights of `step` are assumed to be right. On all ranks.
+    """
 
-    def __init__(self, share: float, ranks: int) -> None:
+    def __init__(self, share: float, ranks: int, step: int) -> None:
         self._share, self._ranks = share, ranks
         self._contradicted: Counter[int] = Counter()
         self._undecided = 0
-        self._agreed = 0
-        """Last step up to which all comparisons agreed."""
-
-    def begin(self, step: int) -> None:
-        """Begin with the weights of `step`, which are assumed to be right."""
         self._agreed = step
+        """Last step up to which all comparisons agreed."""
 
     def __str__(self) -> str:
         """Return a line for the log on what is compared."""

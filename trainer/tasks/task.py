@@ -17,15 +17,8 @@ from trainer.data.loader import TokenStream
 from trainer.data.sample_stream import SampleStream, count_of
 from trainer.data.shards import is_prepared, read_index
 from trainer.data.stream import Stream
-from trainer.models import Decoder, Family
+from trainer.models import Decoder, Family, model_files
 from trainer.models.adapter import adapter_config
-from trainer.models.model_files import (
-    CONFIG,
-    TOKENIZER,
-    files_beside,
-    files_without_tokenizer,
-    of_bf16,
-)
 from trainer.models.nf4_linear import weights_in
 from trainer.models.transformers_model import TextModel, TransformersModel
 from trainer.recipe import Optimizer, ParameterGroup, Recipe, RecipeError
@@ -33,17 +26,9 @@ from trainer.recipe.architecture import Architecture
 from trainer.recipe.factory import call_factory
 from trainer.recipe.stages import ordered, table
 from trainer.recipe.strategies import tp
+from trainer.tasks import own_model
 from trainer.tasks.model_blocks import repeated_blocks
 from trainer.tasks.own_data import check_decoder_inputs, first_batch, open_samples
-from trainer.tasks.own_model import (
-    arguments_of,
-    attributes_of,
-    check_signature,
-    check_tensors,
-    give_next_tokens,
-    keep_in_float32,
-    shifts_labels,
-)
 from trainer.tasks.text_model import AfterStep, after_step_of, build_text_model, documents_for
 
 if TYPE_CHECKING:
@@ -128,22 +113,22 @@ def build_task(recipe: Recipe) -> Task:
     stream, validation = open_streams(recipe)
     if recipe.model.factory:
         model, blocks, notes = _call_factory(recipe)
-        notes += give_next_tokens(recipe, model)
+        notes += own_model.give_next_tokens(recipe, model)
         documents = ["document_ids"] if recipe.data.document_mask else []
-        check_signature(recipe, model, ["input_ids", "labels", *documents])
+        own_model.check_signature(recipe, model, ["input_ids", "labels", *documents])
         parameters, trained = _counts(model)
         return Task(
             type(model).__name__, model, blocks, None, stream, validation,
             6.0 * parameters,  # per parameter and token: 2 FLOPs forward, 4 backward
             parameters, trained, notes=[*notes, *_of_chats(stream)],
-            **attributes_of(model), **_counting(stream),
+            **own_model.attributes_of(model), **_counting(stream),
         )  # fmt: skip
     text_model, fill, of_model = build_text_model(recipe)
     _check_vocabulary(recipe, text_model)
     source = location(recipe.data.sources[0].path)
     start, ours = recipe.model.init_from, _family_and_sizes(text_model)
     begin = location(start) if start else None
-    files, notes = files_beside(begin, source, read_index(source), *ours)
+    files, notes = model_files.files_beside(begin, source, read_index(source), *ours)
     further = {**_of_model(recipe, text_model), **_counting(stream)}
     flops = text_model.flops_per_token(recipe.data.seq_len)
     return Task(
@@ -219,11 +204,11 @@ def _completed(recipe: Recipe, model: TextModel, files: dict[str, bytes]) -> dic
     with an adapter adapter_config.json in place of config.json."""
     adapter, base = recipe.model.adapter, recipe.model.init_from
     if recipe.precision.master == "bf16_stochastic":
-        files = of_bf16(files)
+        files = model_files.of_bf16(files)
     if adapter is None or base is None:
         return files
     # With config.json transformers would open an adapter as a whole model with random weights.
-    rest = {name: data for name, data in files.items() if name != CONFIG}
+    rest = {name: data for name, data in files.items() if name != model_files.CONFIG}
     return {**rest, ADAPTER_CONFIG: adapter_config(model, adapter, base)}
 
 
@@ -237,13 +222,14 @@ def _build_on_samples(recipe: Recipe) -> Task:
     values, fill = _named_values, None
     if recipe.model.factory:
         model, blocks, notes = _call_factory(recipe, samples)
-        name, further = type(model).__name__, attributes_of(model)
+        name, further = type(model).__name__, own_model.attributes_of(model)
     else:
         model, fill, of_model = build_text_model(recipe)
     for one in streams:
         # The model determines names for the items of a tuple, and whether labels are shifted.
         if isinstance(one, SampleStream):
-            one.arguments, one.shifted = arguments_of(model), shifts_labels(model)
+            one.arguments = own_model.arguments_of(model)
+            one.shifted = own_model.shifts_labels(model)
     tried = [first_batch(one, recipe.data.factory or "") for one in streams]
     if isinstance(model, Decoder | TransformersModel) and not recipe.model.factory:
         multiple = tp.stream_parts(recipe.strategy)
@@ -251,8 +237,8 @@ def _build_on_samples(recipe: Recipe) -> Task:
             check_decoder_inputs(batch, model.vocab_size, multiple)
         blocks, values = list(model.blocks), _loss_values
         start = location(recipe.model.init_from) if recipe.model.init_from else None
-        files, notes = files_without_tokenizer(start, *_family_and_sizes(model))
-        if recipe.run.samples and TOKENIZER not in files:
+        files, notes = model_files.files_without_tokenizer(start, *_family_and_sizes(model))
+        if recipe.run.samples and model_files.TOKENIZER not in files:
             raise RecipeError(
                 "run.samples: needs a tokenizer, and data.factory has none; remove it, or start "
                 "from a model with a tokenizer.json (model.init_from)"
@@ -260,7 +246,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
         further = {"files": _completed(recipe, model, files), **_of_model(recipe, model)}
         name, notes = _name(recipe, model), [*of_model, *notes]
     for batch in tried:
-        check_signature(recipe, model, batch)
+        own_model.check_signature(recipe, model, batch)
     validation = ValidationSet(held_out, held_out.sequences, values) if held_out else None
     if isinstance(stream, SampleStream):
         rows = max(1, len(next(iter(tried[0].values()), ())))
@@ -434,7 +420,7 @@ def _call_factory(
     model = call_factory("model.factory", name, options, recipe=recipe, data=data)
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model.factory: {name} returned {type(model).__name__}, not nn.Module")
-    check_tensors(model, name)
+    own_model.check_tensors(model, name)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RecipeError(
             f"model.factory: {type(model).__name__}, which {name} returned, has no parameter with "
@@ -444,4 +430,4 @@ def _call_factory(
     # is, even if some of its modules are in eval mode.
     if not model.training:
         model.train()
-    return model, repeated_blocks(model), keep_in_float32(recipe, model, name)
+    return model, repeated_blocks(model), own_model.keep_in_float32(recipe, model, name)
