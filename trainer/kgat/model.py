@@ -78,7 +78,7 @@ class Propagate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
-        # Of the embeddings only: the CF loss does not train attention (section 3.4).
+        # Gradient of embeddings only: the CF loss does not train attention (section 3.4).
         (weights,) = ctx.saved_tensors
         transposed = _sparse(ctx.graph, weights[ctx.graph.reverse])
         return None, None, transposed @ gradients[0].contiguous()
@@ -205,7 +205,7 @@ class KGAT(nn.Module):
         """Recompute attention at the end of each epoch, after its KG phase, as in the authors'
         code. `samples`: number of samples consumed so far. `forward`: calls this module as
         training does, for instance through DDP."""
-        # Attention changes only by KG steps.
+        # Without KG steps attention keeps its initial values.
         if self._epoch and samples % self._epoch == 0:
             forward()
 

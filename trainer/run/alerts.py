@@ -121,7 +121,7 @@ def _run(command: str, text: str) -> None:
         ["sh", "-c", command],
         env={**os.environ, "PERDURE_ALERT": text},
         stdin=subprocess.DEVNULL,
-        # Dropped, because much output would fill the disk of a log.
+        # Output is dropped, because much of it would fill the disk that holds the log.
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         process_group=0,

@@ -309,7 +309,7 @@ def check_documents(model: ParallelModel, recipe: Recipe, task: Task, device: to
             model({"input_ids": inputs, "labels": labels, "document_ids": documents})["loss"]
             for inputs in (ids, torch.where(documents == 0, ids.flip(1), ids))
         )
-    # The tolerance is for experts, whose results round by all the tokens that an expert gets.
+    # The tolerance is for experts: other tokens in the batch change how their results round.
     if not torch.allclose(loss, changed_loss, rtol=1e-2):
         raise RecipeError(
             f"data.document_mask: in {theirs.name} of transformers a document changes the loss of "

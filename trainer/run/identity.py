@@ -203,7 +203,7 @@ def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _cpu() -> str:
     """Return the instruction set that torch uses, and the CPU's maker: MKL goes by these."""
-    # Only the first, because the kernel interrupts each core whose entry is read.
+    # Only the first entry is read, because the kernel interrupts each core whose entry is read.
     found = _values(Path("/proc/cpuinfo"), "vendor_id", "CPU implementer")
     return f"{torch.backends.cpu.get_cpu_capability()} ({next(found, platform.machine())})"
 

@@ -138,7 +138,7 @@ class PartsReader:
             except FileNotFoundError:  # it was merged into a larger part meanwhile
                 continue
             self._known = {name: self._known[name] for name in names}
-            # No run writes such a part, which would hide the parts that lie inside it.
+            # A part with other lines than its name says would hide the parts inside its range.
             if wrong := {name for name in names if not _holds_its_lines(name, self._known[name])}:
                 logger.warning(
                     "%s: parts left out, as they hold other lines than their names say: %s",

@@ -136,8 +136,8 @@ def train_step(run: Run, source: Inputs) -> StepResult:
         seed = stable_seed(recipe.run.seed, "rounding", step)
         update(optimizer, model.portions(optimizer), factor, seed)
         model.publish_weights()
-        # The step after a save learns of NaN in the saved state. No step follows the last one, so
-        # its state is checked now.
+        # NaN in a saved state is noticed in the step after the save. No step follows the last step,
+        # so its state is checked now.
         last = run.may_end_with(step) or outcome.pause > 0
         if last and (spoiled := not_finite_anywhere(run)):
             verdict = judge_weights(step, True, spoiled)
@@ -350,7 +350,7 @@ def compute_pass(
     count = result.pop(COUNT, batch.get(COUNTED, len(micro_batch.positions))) * micro_batch.real
     # Weighted by the count, so that micro-batches with unequal counts add up to one mean.
     loss = result.pop("loss") * (count / usual_count(run))
-    # fp16 would round small gradients to 0.
+    # Scaled, because fp16 would round small gradients to 0.
     forward.root = loss * run.progress.loss_scale.value
     count = count.detach() if isinstance(count, torch.Tensor) else count
     means = {name: mean.detach() for name, mean in result.items()}

@@ -101,7 +101,7 @@ def begin(arguments: tuple[str, ...]) -> ProcessContext:
     recall, spare, in_reserve = RecallSocket.from_environment(), Spare(), RESERVE in os.environ
     if in_reserve:
         spare.start()
-        with suppress(Exception):  # an error shows again, and is reported, once this is a rank
+        with suppress(Exception):  # an error is reported when it occurs again in the rank
             rehearse(arguments)
         drop_world()
         gc.collect()
