@@ -33,7 +33,7 @@ class SpeedRecorder:
         """Context whose time is excluded from the averages of the log interval."""
         began = time.perf_counter()
         yield
-        self._window.leave_out(time.perf_counter() - began)
+        self._window.left_out += time.perf_counter() - began
 
     def step(self, result: StepResult, *, odd: bool) -> None:
         """Add a step; at the end of a log interval, record the interval. `odd`: whether the step
@@ -44,7 +44,7 @@ class SpeedRecorder:
             if change := balance.after_step(run.progress.sequences, compute, odd=odd):
                 run.log.shares(run.progress.step, balance.begin, balance.shares, change)
         if odd:
-            self._window.leave_out(result.seconds)
+            self._window.left_out += result.seconds
         else:
             self._window.results.append(result)
             self._window.tokens += run.plan.global_batch * run.recipe.data.seq_len
@@ -113,21 +113,18 @@ class SpeedWindow:
     """Collects the step times of one log interval, which begins when the object is created."""
 
     def __init__(self) -> None:
-        self._began, self._left_out = time.perf_counter(), 0.0
+        self._began, self.left_out = time.perf_counter(), 0.0
+        """`left_out`: seconds without training, such as validation, which do not count."""
         self.results: list[StepResult] = []
         self.pipeline: list[tuple[float, float]] = []
         """`Pipeline.seconds` of each step: (seconds of running, seconds of waiting)."""
         self.tokens = 0
         """Target tokens of all steps."""
 
-    def leave_out(self, seconds: float) -> None:
-        """Exclude seconds without training, such as validation, from the speed."""
-        self._left_out += seconds
-
     @property
     def elapsed(self) -> float:
-        """Seconds since the interval began, without those passed to `leave_out`."""
-        return time.perf_counter() - self._began - self._left_out
+        """Seconds since the interval began, without `left_out`."""
+        return time.perf_counter() - self._began - self.left_out
 
     def summary(
         self, world_size: int, flops_per_token: float | None, peak: float | None

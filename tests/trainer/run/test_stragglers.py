@@ -27,7 +27,8 @@ def slow_ranks(rank: int, slower: dict[int, float], pp: int = 1) -> set[int]:
         model=SimpleNamespace(pipeline=None), micro_batches=[micro],
     )  # fmt: skip
     speed = SpeedRecorder(run)
-    speed._window.computes = [len(micro.positions) * slower.get(rank, 1.0) * (1 + 6 * stage)]
+    compute = len(micro.positions) * slower.get(rank, 1.0) * (1 + 6 * stage)
+    speed._window.results = [SimpleNamespace(gradients=SimpleNamespace(compute=compute))]
     for _ in range(4):
         speed._name_stragglers(*speed._by_rank())
     return {int(sentence.split()[1]) for sentence in told}
