@@ -114,7 +114,7 @@ def _recorded(recipe: Recipe) -> dict[str, int]:
 
 
 def _note(recipe: Recipe, sequences: dict[str, int]) -> bool:
-    """Write the result of `_recorded`; returns False if that fails."""
+    """Write `sequences` where `_recorded` reads them; returns False if that fails."""
     note: dict[str, Any] = {"of": _digest(recipe), "sequences": sequences}
     directory = recipe.directory
     try:

@@ -45,7 +45,7 @@ _READERS = 8
 
 
 class LineRange(NamedTuple):
-    """Consecutive lines of a term."""
+    """Consecutive lines of a term, see [Note: parts]."""
 
     term: int
     first: int

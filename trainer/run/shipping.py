@@ -95,7 +95,7 @@ class Shipper:
     ) -> None:
         self._end.set()
         self._wake.set()
-        # A process that continues as a rank of the next attempt must not wait for the thread.
+        # A recalled process must not wait for the thread: it becomes a rank of the next attempt.
         if kind is None or issubclass(kind, Exception):
             self._thread.join(HURRIED_SECONDS if kind else END_SECONDS)
             if count := len(self._waiting):
@@ -165,7 +165,7 @@ class Shipper:
             path.unlink()
 
     def _up_to_date(self) -> bool:
-        """Return whether this directory has all lines: its process held the last term."""
+        """Return whether this directory has the lines of all earlier terms."""
         before = self._term.before
         with suppress(OSError, ValueError):
             number, _, token = read_text(self._directory / UP_TO).partition(" ")

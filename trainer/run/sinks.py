@@ -198,7 +198,8 @@ class WeightsAndBiases:
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         row = {key: value for key, value in values.items() if key != "time"}
-        if step != self._step or row.keys() & self._keys:  # W&B would keep only the later value
+        # In one row W&B would keep only the later of two values of the same name.
+        if step != self._step or row.keys() & self._keys:
             self._row, self._step, self._ended = max(step, self._row + 1), step, self._given
             self._keys = set()
         self._keys |= row.keys()

@@ -86,8 +86,8 @@ class Term:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop writing the heartbeat, but do not release the term: only a process of this launch
-        can claim the next term at once, see [Note: terms]."""
+        """Stop writing the heartbeat, but do not release the term: another launch may first have to
+        watch the heartbeat, see [Note: terms]."""
         self._end.set()
 
     def release(self) -> None:

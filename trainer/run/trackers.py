@@ -81,7 +81,7 @@ class MetricsTail:
         records are void; all records that were not returned before)."""
         self._offset, before = 0, self._lineage
         records = self._records()
-        if self._newest is None:  # an earlier process followed the lineage of its newest attempt
+        if self._newest is None:  # the process before this followed its newest attempt's lineage
             known = (one.get("attempt", "") for one in records if one["time"] <= self.after)
             before = lineage_of(self._starts, self._newest_of("", *known))
         self._newest, self._lineage = newest, lineage_of(self._starts, newest)

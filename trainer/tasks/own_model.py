@@ -384,7 +384,7 @@ def _misfit(recipe: Recipe, error: BaseException, first: bool) -> str | None:
         return f"optimizer.factory: the step of {name} {failure(error)}"
     key = "model.factory" if recipe.model.factory else "model.family"
     name, forward = doors.get(key), passes(ParallelModel.__call__)
-    # Some failures, as of an in-place change, have no frame of the user's code.
+    # Some failures of the user's code have no frame of it, such as that of an in-place change.
     plain = first and not CIRCUMSTANCES.search(str(error))
     if name and (forward or passes(ParallelModel.run)) and (place or plain):
         which = "forward" if forward else "backward"
