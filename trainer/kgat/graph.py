@@ -47,11 +47,9 @@ class KnowledgeGraph:
     nodes: int
     relations: int
     heads: NDArray[np.int64]
-    """Head node of each edge, (E,)."""
     kinds: NDArray[np.int64]
-    """Relation of each edge, (E,)."""
     tails: NDArray[np.int64]
-    """Tail node of each edge, (E,)."""
+    """Head node, relation and tail node of each edge, (E,)."""
     reverse: NDArray[np.int64]
     """Index of the inverse of each edge, (E,)."""
 

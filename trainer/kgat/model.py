@@ -210,7 +210,6 @@ class KGAT(nn.Module):
             forward()
 
     def _nodes(self) -> Tensor:
-        """Return embeddings of all nodes, (N, D)."""
         return torch.cat([self.user_embedding.weight, self.entity_embedding.weight])
 
     def _represent(self, places: Tensor) -> Tensor:

@@ -120,7 +120,6 @@ def _check_data(recipe: Recipe, change: DataChange) -> None:
 
 
 def describe(change: DataChange) -> str:
-    """Return a change in words, for messages."""
     parts = [f"from sequence {change.begin:,}"]
     if change.weights:
         parts.append(" ".join(f"{name}={weight:g}" for name, weight in change.weights.items()))

@@ -90,7 +90,6 @@ class FailureReport:
 
 
 def exit_code(error: Exception) -> int:
-    """Return the exit code of a rank that ends by `error`."""
     if isinstance(error, SaveFailed):  # not an error in the recipe: a retry may succeed
         return EXIT_FAILED
     if isinstance(error, DisputeError) and error.outvoted and supervised():

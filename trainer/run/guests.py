@@ -25,7 +25,6 @@ class Mlflow:
         self._run = read_text(file).strip()
 
     def _begin(self, recipe: Mapping[str, Any], name: str) -> str:
-        """Create the MLflow run, log the recipe to it, and return its id."""
         tracking, client = recipe["tracking"], self._client
         existing = client.get_experiment_by_name(project := tracking["project"])
         experiment = existing.experiment_id if existing else client.create_experiment(project)

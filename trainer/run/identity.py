@@ -85,7 +85,6 @@ def of_recipe(recipe: Recipe) -> dict[str, str]:
 
 
 def with_data(identity: Mapping[str, str], data: str) -> dict[str, str]:
-    """Return the identity with the fingerprint of the training data added."""
     return {**identity, "data.fingerprint": _short(data)}
 
 

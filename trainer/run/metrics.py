@@ -172,7 +172,6 @@ class Log:
             self._ledger.event("shares", step=step, sequence=begin, shares=[*shares], what=what)
 
     def started(self, startup: Startup) -> None:
-        """Report that the first step of this attempt is done."""
         self.say(str(startup))
         if not self.silent:
             self._ledger.phases(startup.parts)
@@ -227,7 +226,6 @@ class Log:
             self._ledger.event("data change", step=step, request=name, what=what, **details)
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
-        """Report the results of validating the weights after `step`."""
         if self.silent:
             return
         line = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())

@@ -126,7 +126,6 @@ def _note(recipe: Recipe, sequences: dict[str, int]) -> bool:
 
 
 def _digest(recipe: Recipe) -> str:
-    """Return a digest of the recipe values that determine the largest micro-batch."""
     values = resolved(recipe)
     counted = [values["model"], values["data"]["seq_len"], values["data"]["document_mask"]]
     counted += [values["batch"]["global_batch"], values["strategy"], values["precision"]]

@@ -59,11 +59,9 @@ class LineRange(NamedTuple):
 
     @property
     def data(self) -> bytes:
-        """Contents of the part that holds these lines."""
         return "".join(f"{line}\n" for line in self.lines).encode()
 
     def after(self, number: int) -> "LineRange":
-        """Return the lines from `number` on."""
         skipped = min(max(0, number - self.first), len(self.lines))
         return LineRange(self.term, self.first + skipped, self.lines[skipped:])
 
@@ -80,7 +78,6 @@ class LineRange(NamedTuple):
 
 
 def part_name(term: int, first: int, after_last: int) -> str:
-    """Return the key of a part below the run."""
     return f"{LINES}/{term:06}/{first:09}-{after_last:09}"
 
 
@@ -170,7 +167,6 @@ def _in_order(parts: Iterable[tuple[int, int, bytes]]) -> list[bytes]:
 
 
 def by_file(lines: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Divide lines into those of the ledger and records of metrics."""
     ledger: list[bytes] = []
     records: list[bytes] = []
     for line in lines:

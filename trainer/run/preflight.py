@@ -255,7 +255,6 @@ def _check_sharded(parameters: Mapping[str, nn.Parameter], options: Optimizer) -
 
 
 def _check_units(task: Task) -> None:
-    """Check that each FSDP unit has parameters of one dtype."""
     names = {parameter: name for name, parameter in task.model.named_parameters()}
     blocks = [list(block.parameters()) for block in without_ties(task.model, task.blocks)]
     inside = {parameter for block in blocks for parameter in block}

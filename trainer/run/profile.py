@@ -190,7 +190,6 @@ class _TensorSizes:
         return nbytes(storages(tensors, torch.device("cpu")))
 
     def record(self, rank: int, trace: RankProfile) -> ProfileRecord:
-        """Return the measurements, with figures from the trace of the same steps."""
         between: Storages = {}
         for of_kind in self._held.values():
             between |= of_kind

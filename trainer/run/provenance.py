@@ -195,7 +195,6 @@ def _begins(stages: Sequence[Sequence[Any]]) -> str:
 
 
 def recipe_file(run: Path, digest: str) -> Path:
-    """Return the path in a run directory of the recipe with this digest."""
     return run / RECIPES / f"{digest}.yaml"
 
 

@@ -106,20 +106,17 @@ class Run:
     model: ParallelModel
     optimizer: torch.optim.Optimizer
     rate: Rate
-    """The learning-rate schedule."""
     progress: Progress
     checkpointer: TensorCheckpointer
     start: StartLine
-    """The line in the ledger about the start of this attempt."""
     log: Log
     pulse: Pulse
     recall: RecallSocket
     unchecked: frozenset[str] = frozenset()
     """Names in `model.tensors` that held NaN or infinity at the start, and are not checked."""
     trained: ScalarNames = field(default_factory=ScalarNames)
-    """Names of the scalars that the model returns in training."""
     validated: ScalarNames = field(default_factory=ScalarNames)
-    """Names of the scalars that the model returns in validation."""
+    """Names of the scalars that the model returns in training, and in validation."""
     balance: "SpeedShares | None" = None
     """Changes shares for `batch.balance: speed`; None: `plan` is always in force."""
     witness: "Witness | None" = None

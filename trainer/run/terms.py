@@ -181,7 +181,6 @@ def _check_conditions(run: ObjectPath) -> None:
 
 
 def _beat(run: ObjectPath, number: int) -> bytes:
-    """Return the contents of a term's heartbeat; b"" before the first."""
     with suppress(FileNotFoundError):
         return store_of(run).read(_place(run, BEATS, number))
     return b""

@@ -217,7 +217,6 @@ def _messages(events: Sequence[dict[str, Any]]) -> list[tuple[str, int, list[int
 
 
 def _tensors(event: dict[str, Any]) -> tuple[list[list[Any]], list[str]]:
-    """Return (shapes, dtypes) of the arguments of a traced operator."""
     arguments = event.get("args", {})
     return arguments.get("Input Dims", []), arguments.get("Input type", [])
 
@@ -259,7 +258,6 @@ def merge(intervals: Sequence[tuple[float, float]]) -> Spans:
 
 
 def intersect(one: Spans, other: Spans) -> Spans:
-    """Return the intersection of two sets of spans."""
     shared: Spans = []
     i = j = 0
     while i < len(one) and j < len(other):

@@ -200,7 +200,6 @@ def _write_mark(path: Path, owner: str, after: float) -> None:
 
 
 def describe_failure(name: str, error: BaseException) -> str:
-    """Return a message about the failure of the tracker `name`."""
     from trainer.recipe import RecipeError
     from trainer.recipe.factory import failure
 
@@ -244,7 +243,6 @@ def persist(
 
 
 def mark_of(run_dir: Path, name: str) -> Path:
-    """Return the path of the file that keeps the position of a tracker."""
     return run_dir / f".tracker-{name}.json"
 
 

@@ -160,7 +160,6 @@ class GradientDigests:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Context in which the hooks are registered."""
 
         def add(gradient: torch.Tensor, number: int) -> None:
             if self.totals:
@@ -221,7 +220,6 @@ class Witness:
         """Last step up to which all comparisons agreed."""
 
     def __str__(self) -> str:
-        """Return a line for the log on what is compared."""
         if self._ranks == 1:
             return "elastic.witness: one rank has no other to compare with"
         text = f"elastic.witness: {self._share:.3g} of the micro-batches are computed by two ranks"
@@ -353,7 +351,6 @@ class Witness:
 
 
 def contradicted(ranks: set[int] | Sequence[int]) -> str:
-    """Return a clause that names the ranks that two others contradicted."""
     return f"two others contradicted the gradient of rank {', '.join(map(str, sorted(ranks)))}"
 
 

@@ -49,7 +49,6 @@ differs between versions of torch."""
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Run one rank; never returns."""
     show_only_visible()
     if not arguments:
         print("usage: python -m trainer RECIPE.yaml [key.sub=value ...]", file=sys.stderr)

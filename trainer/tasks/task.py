@@ -82,7 +82,6 @@ class Task:
     """Batches for a trial pass: of training data and, if there is any, of validation data. Empty
     for prepared data."""
     notes: Sequence[str] = ()
-    """Notes for the user before training."""
     groups: Sequence[ParameterGroup] = ()
     """Parameter groups of the model, which apply after the groups of the recipe."""
     after_step: AfterStep | None = None
@@ -372,7 +371,6 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, ValidationSet | None]:
 
 
 def _check_kinds(recipe: Recipe) -> None:
-    """Raise RecipeError for data that the objective cannot use."""
     objective = recipe.objective
     for number, source in enumerate(recipe.data.sources):
         kind = read_index(source.path).get("kind", "documents")
