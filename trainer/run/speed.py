@@ -47,7 +47,6 @@ class SpeedRecorder:
             self._window.left_out += result.seconds
         else:
             self._window.results.append(result)
-            self._window.tokens += run.plan.global_batch * run.recipe.data.seq_len
             if run.model.pipeline:
                 self._window.pipeline.append(run.model.pipeline.seconds)
         if not run.due(run.recipe.run.log_every):
@@ -118,41 +117,17 @@ class SpeedWindow:
         self.results: list[StepResult] = []
         self.pipeline: list[tuple[float, float]] = []
         """`Pipeline.seconds` of each step: (seconds of running, seconds of waiting)."""
-        self.tokens = 0
-        """Target tokens of all steps."""
 
     @property
     def elapsed(self) -> float:
         """Seconds since the interval began, without `left_out`."""
         return time.perf_counter() - self._began - self.left_out
 
-    def summary(
-        self, world_size: int, flops_per_token: float | None, peak: float | None
-    ) -> dict[str, float]:
-        """Return the speed over the interval, by the names in docs/metrics.md; {} without steps.
-        `peak`: FLOP/s of one device."""
-        if not self.results:
-            return {}
-        elapsed, seconds = self.elapsed, [result.seconds for result in self.results]
-        middle, slow, slowest = np.percentile(seconds, (50, 90, 100)).tolist()
-        rate = self.tokens / elapsed
-        record = {
-            "tokens_per_second": rate,
-            "tokens_per_second_per_rank": rate / world_size,
-            "step_seconds_p50": middle,
-            "step_seconds_p90": slow,
-            "step_seconds_max": slowest,
-            "data_wait": sum(result.data_wait for result in self.results) / elapsed,
-        }
-        if flops_per_token and peak:
-            record["mfu"] = rate * flops_per_token / (peak * world_size)
-        return record
-
 
 def step_record(run: Run, result: StepResult, window: SpeedWindow) -> dict[str, float]:
-    """Return the record of a log interval for metrics.jsonl and the trackers."""
+    """Return the record of a log interval for metrics.jsonl, by the names in docs/metrics.md."""
     recipe, progress, device = run.recipe, run.progress, run.world.device
-    peak = peak_flops(recipe, device)
+    elapsed, seconds = window.elapsed, [one.seconds for one in window.results]
     values = {
         **result.gradients.means,
         "loss": result.gradients.loss,
@@ -161,16 +136,28 @@ def step_record(run: Run, result: StepResult, window: SpeedWindow) -> dict[str, 
         "tokens": progress.tokens,
         "skipped_steps": progress.skipped,
         "peak_memory": peak_memory(device),
-        **window.summary(run.world.world_size, run.task.flops_per_token, peak),
     }
+    if seconds:
+        middle, slow, slowest = np.percentile(seconds, (50, 90, 100)).tolist()
+        rate = len(seconds) * run.plan.global_batch * recipe.data.seq_len / elapsed
+        values |= {
+            "tokens_per_second": rate,
+            "tokens_per_second_per_rank": rate / run.world.world_size,
+            "step_seconds_p50": middle,
+            "step_seconds_p90": slow,
+            "step_seconds_max": slowest,
+            "data_wait": sum(one.data_wait for one in window.results) / elapsed,
+        }
+        flops, peak = run.task.flops_per_token, peak_flops(recipe, device)
+        if flops and peak:
+            values["mfu"] = rate * flops / (peak * run.world.world_size)
     if run.balance:
         shares = run.balance.shares
         values |= {"smallest_share": min(shares), "largest_share": max(shares)}
     if recipe.precision.dtype == "fp16":
         values["loss_scale"] = progress.loss_scale.value
-    if window.results:
-        mean_seconds = window.elapsed / len(window.results)
-        values["eta_seconds"] = mean_seconds * (recipe.run.steps - progress.step)
+    if seconds:
+        values["eta_seconds"] = elapsed / len(seconds) * (recipe.run.steps - progress.step)
     return values
 
 
