@@ -14,6 +14,14 @@ def received(values: Tensor) -> Any:
     return values.tolist()
 
 
+def gathered(mine: Tensor, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of a tensor of each rank of a group, as numbers or nested lists. On all
+    ranks of the group."""
+    parts = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    return [received(part) for part in parts]
+
+
 class AsyncSum:
     """Sum of a number over the ranks of a group, computed while the ranks continue. Created on all
     ranks, in the same order as other collectives of the group. The tensors are on the CPU, so that

@@ -41,6 +41,7 @@ from trainer.run.reference import Reference
 from trainer.run.saves import load_beginning, restore
 from trainer.run.speed import peak_flops
 from trainer.run.state import ProcessContext, Progress, Run
+from trainer.run.step import compute_pass
 from trainer.tasks.task import Task, optimizer_options
 from trainer.tasks.text_model import documents_for
 
@@ -199,7 +200,7 @@ def restore_state(process: ProcessContext, built: BuiltModel) -> Iterator[Run]:
     fixed = {name: one for name, one in model.tensors.items() if name not in trained}
     witness = None
     if share := recipe.elastic.witness:
-        witness = Witness(share, mesh.dp_size, progress.step)
+        witness = Witness(share, mesh.dp_size, progress.step, compute_pass)
     with (
         Log(recipe, start, lines, joined.shipper, silent=not world.is_main) as log,
         shares_by_speed(recipe, mesh, built.plan, model, task) as balance,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from checkpointing.format.tensors import local_tensor
-from elastic.node.exchange import received
+from elastic.node.exchange import gathered, received
 from trainer.parallel.mesh import LAYERS, PIPELINE, REPLICATE
 from trainer.run.state import Run
 
@@ -29,10 +29,7 @@ def diverged_ranks(
         checksum = total if checksum is None else checksum + total
     if checksum is None:
         return []
-    sums = [torch.zeros_like(checksum) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sums, checksum, group=group)
-    values = [int(value) for value in sums]
-    ranks = dist.get_process_group_ranks(group)
+    values, ranks = gathered(checksum, group), dist.get_process_group_ranks(group)
     if ends:
         values, ranks = [values[0], values[-1]], [ranks[0], ranks[-1]]
     value, count = Counter(values).most_common(1)[0]

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from checkpointing.format.tensors import tensors_not_finite
 from checkpointing.format.untrusted import printable
 from elastic.group.batch_plan import MicroBatch
-from elastic.node.exchange import received
+from elastic.node.exchange import gathered, received
 from trainer.data.loader import MASK
 from trainer.data.stream import CONSUMED, COUNTED
 from trainer.optim.exact import snap_loss, square_sums
@@ -381,16 +381,9 @@ def ranks_with(run: Run, seen: bool) -> list[int]:
     """Return the ranks where `seen` is true, with all ranks that compute a share of the batch
     together with them: the loss of a share comes from all of these. On all ranks."""
     mine = torch.tensor(2 * run.mesh.dp_rank + seen, device=run.world.device)
-    reports = [divmod(value, 2) for value in gathered(run, mine)]
+    reports = [divmod(value, 2) for value in gathered(mine, run.mesh.group)]
     shares = {share for share, reported in reports if reported}
     return [rank for rank, (share, _) in enumerate(reports) if share in shares]
-
-
-def gathered(run: Run, mine: torch.Tensor) -> list[Any]:
-    """Return the values of an integer tensor of each rank, as (nested) lists. On all ranks."""
-    parts = [torch.zeros_like(mine) for _ in range(run.world.world_size)]
-    dist.all_gather(parts, mine, group=run.mesh.group)
-    return [received(part) for part in parts]
 
 
 def not_finite_anywhere(run: Run) -> str:
@@ -405,7 +398,7 @@ def not_finite_anywhere(run: Run) -> str:
     if bad:
         name = bad[0].encode()[:NAME_BYTES]
         word[: len(name)] = torch.tensor(list(name), dtype=torch.uint8)
-    sent = gathered(run, word)
+    sent = gathered(word, run.mesh.group)
     names = [bytes(values).rstrip(b"\0").decode(errors="replace") for values in sent]
     ranks = [rank for rank, name in enumerate(names) if name]
     if not ranks:

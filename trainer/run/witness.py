@@ -20,7 +20,7 @@ because the digested tensors exist only after FSDP's first forward pass.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,14 +33,13 @@ from torch import nn
 
 from checkpointing.ranks import RankGroup
 from elastic import LedgerError, read_history
-from elastic.node.exchange import received
+from elastic.node.exchange import gathered, received
 from elastic.world import supervised
 from trainer.data.loader import MASK
 from trainer.parallel.fsdp import gathered_parameters
 from trainer.recipe.seeds import stable_seed
 from trainer.run.guard import DisputeError
 from trainer.run.state import Run
-from trainer.run.step import compute_pass, gathered
 
 EVENT = "witness"
 """Name of the ledger's events about disputes. Field `ranks` has the ranks that were contradicted
@@ -209,11 +208,13 @@ def unchanged(model: nn.Module, *, buffers: bool) -> Iterator[None]:
 
 class Witness:
     """Compares gradients between ranks, and counts how often each was contradicted. `share`:
-    fraction of the passes to compare. The weights of `step` are assumed to be right. On all ranks.
-    """
+    fraction of the passes to compare. The weights of `step` are assumed to be right.
+    `compute_pass`: the function of this name in step.py. On all ranks."""
 
-    def __init__(self, share: float, ranks: int, step: int) -> None:
-        self._share, self._ranks = share, ranks
+    def __init__(
+        self, share: float, ranks: int, step: int, compute_pass: Callable[..., object]
+    ) -> None:
+        self._share, self._ranks, self._compute_pass = share, ranks, compute_pass
         self._contradicted: Counter[int] = Counter()
         self._undecided = 0
         self._agreed = step
@@ -273,8 +274,10 @@ class Witness:
         # Recorded before the vote: if a rank dies in the vote, the next attempt must know.
         run.log.event(step, EVENT, f"step {step}: {OPENED}", agreed=self._agreed)
         mine = torch.stack([comparison.own, comparison.witnessed])
-        own, witnessed = zip(*gathered(run, mine), strict=True)
-        thirds = gathered(run, self._decide(run, comparison)) if self._ranks > 2 else None
+        group, thirds = run.mesh.group, None
+        own, witnessed = zip(*gathered(mine, group), strict=True)
+        if self._ranks > 2:
+            thirds = gathered(self._decide(run, comparison), group)
         outvoted: set[int] = set()
         undecided: set[int] = set()
         for place, draw in enumerate(comparison.draws):
@@ -325,7 +328,7 @@ class Witness:
         own_code = run.recipe.model.factory or run.recipe.model.family
         with unchanged(run.model.module, buffers=bool(own_code)):
             for forward in run.model.run([batch], train=True, reduce=False):
-                compute_pass(run, micro_batch, batch, forward)
+                self._compute_pass(run, micro_batch, batch, forward)
 
     def _end(self, run: Run, step: int, named: Sequence[int]) -> None:
         """Report the ranks `named`, which were contradicted twice. Always raises: DisputeError on
