@@ -18,12 +18,11 @@ class Event:
 
     step: int
     at: float
-    """Unix time."""
 
 
 @dataclass(frozen=True)
 class Start(Event):
-    """The run begins at `step` 0."""
+    """The run begins at `step` 0. In all events `at` is Unix time."""
 
     world_size: int
     nodes: int
