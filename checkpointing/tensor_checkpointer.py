@@ -38,7 +38,7 @@ from checkpointing.ranks import RankError, RankGroup, failing_alike
 from checkpointing.save import messages as msg
 from checkpointing.save.link import Spare, WriterGoneError
 from checkpointing.save.peers import Puller
-from checkpointing.save.planning import Planner, SavePlan, signatures, unguarded
+from checkpointing.save.planning import SavePlan, SavePlanner, signatures, unguarded
 from checkpointing.save.saves import SaveTracker, WriterClient, checked_state
 from checkpointing.save.staging import Staging
 from checkpointing.storage.folders import collect_memory
@@ -127,7 +127,7 @@ class TensorCheckpointer:
         self._ranks = RankGroup(group)
         self._plan: SavePlan | None = None
         of_model = ADAPTER if adapter else MODEL
-        self._planner = Planner(self._ranks, options.max_shard_bytes, of_model)
+        self._planner = SavePlanner(self._ranks, options.max_shard_bytes, of_model)
         self._staging: Staging | None = None
         self._note = ""
         self._saves = SaveTracker(options, self._ranks, self._committed)

@@ -42,7 +42,7 @@ UNIT_BLOCKS = 16
 
 @dataclass
 class FileLayout:
-    """The tensor files of a plan, in order, and the node that owns each file."""
+    """The tensor files of a plan, in order, and the node that owns each."""
 
     files: Sequence[TensorFile] = ()
     owners: Mapping[str, int] = field(default_factory=dict)
@@ -62,11 +62,8 @@ class FileLayout:
         return number, min(blocks.stop * BLOCK_BYTES, self.files[number].size)
 
     def by_node(self, in_parts: bool) -> dict[int, deque[BlockRange]]:
-        """Returns node → the blocks that it owns, one range for each grant.
-
-        Args:
-            in_parts: whether several writers may write to one file.
-        """
+        """Returns node → the blocks that it owns, one range for each grant; `in_parts`: whether
+        several writers may write to one file."""
         units: dict[int, deque[BlockRange]] = {}
         for file in self.files:
             blocks = math.ceil(file.size / BLOCK_BYTES)
@@ -97,7 +94,6 @@ class Grants:
         return min(nodes, key=lambda node: (busy[node], (node - self._turn) % self._nodes))
 
     def give(self, key: Key, blocks: BlockRange, node: int) -> None:
-        """Record that `blocks` are granted to `node`."""
         self._out[key, blocks] = node
 
     def take_back(self, key: Key, blocks: BlockRange) -> bool:
@@ -109,7 +105,6 @@ class Grants:
         self._out = {what: where for what, where in self._out.items() if where != node}
 
     def writes(self, key: Key) -> bool:
-        """Whether any block of the save `key` is granted."""
         return any(of == key for of, _ in self._out)
 
     @property
@@ -207,16 +202,13 @@ def write_blocks(
     rate: float | None,
     stopped: Callable[[], bool],
 ) -> tuple[dict[int, int], int]:
-    """Write blocks of a file; returns (block → CRC-32, number of bytes written).
+    """Write blocks of a file; returns (block → CRC-32, number of bytes written). Raises
+    StoppedError if `stopped`, which is called before each block, and StorageError if another node
+    does not send its bytes.
 
     Args:
         address: address of the slot on other nodes.
         rate: largest number of bytes per second; None: no limit.
-        stopped: whether the save has failed; called before each block.
-
-    Raises:
-        StoppedError: `stopped` returned True.
-        StorageError: another node does not send its bytes.
     """
     file = plan.files[blocks.file]
     image = memoryview(slot.maps[blocks.file])
@@ -266,8 +258,7 @@ def _assembled(
     block = _scratch.block[: len(image)]
     header = min(max(0, len(plan.files[file].header) - start), len(image))
     block[:header] = image[:header]
-    # Copy exact bytes, not whole pages, as other bytes of a page may belong to another node's
-    # piece.
+    # Exact bytes, not whole pages: other bytes of a page may belong to another node's piece.
     for a, b, _ in _within([(a, b, 0) for a, b in plan.exact.get(file, [])], start, stop):
         block[a - start : b - start] = image[a - start : b - start]
     by_node: dict[int, list[tuple[int, int]]] = {}

@@ -49,12 +49,7 @@ class StrangerError(OSError):
 
 class Channel:
     """One side of an authenticated connection, see [Note: channel]. Created by `call` and
-    `welcome`.
-
-    Args:
-        ours: key for messages that this side sends.
-        theirs: key for messages that this side receives.
-    """
+    `welcome`. `ours` is the key of messages that this side sends, `theirs` of those it receives."""
 
     def __init__(self, connection: Connection, ours: bytes, theirs: bytes) -> None:
         self._connection, self._ours, self._theirs = connection, AESGCM(ours), AESGCM(theirs)
@@ -66,28 +61,20 @@ class Channel:
         self.send_bytes(pack(message))
 
     def recv(self) -> Any:
-        """Returns the next value.
-
-        Raises:
-            StrangerError: the MAC is wrong, or the message is not a packed value.
-            EOFError, OSError: the other side is gone.
-        """
+        """Returns the next value. Raises StrangerError if the MAC is wrong or the message is not a
+        packed value, and EOFError or OSError if the other side is gone."""
         return _message(self.recv_bytes())
 
     def send_bytes(self, data: bytes | memoryview) -> None:
-        """Send bytes, fewer than 2 GiB. Callable from any thread.
-
-        Raises:
-            OSError: the peer is gone, or has read nothing for SILENT_SECONDS. The connection is
-                shut, as the receiver could not find the next message after half of one.
-        """
+        """Send bytes, fewer than 2 GiB. Callable from any thread. Raises OSError if the peer is
+        gone, or has read nothing for SILENT_SECONDS."""
         with self._sending:
             self._sent += 1
             try:
                 self._connection.send_bytes(_mac(self._ours, self._sent, data))
                 self._connection.send_bytes(data)
             except OSError:
-                self.shut()  # the receiver would read the next MAC as a part of this message
+                self.shut()  # after half a message the receiver cannot find the next one
                 raise
 
     def recv_bytes(self, most: int | None = None) -> bytes:
@@ -110,20 +97,13 @@ class Channel:
 
     def limit(self, seconds: float) -> None:
         """Make `recv` fail after `seconds` without a byte; 0: never."""
-        # dup(), as a socket object closes its descriptor
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
-            _limit(same, seconds)
+        with _socket(self._connection) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _time(seconds))
 
     def shut(self) -> None:
         """End the connection for both sides, and wake threads blocked in `send` or `recv`."""
-        with (
-            suppress(OSError),
-            socket.socket(fileno=os.dup(self._connection.fileno())) as same,
-        ):
+        with suppress(OSError), _socket(self._connection) as same:
             same.shutdown(socket.SHUT_RDWR)
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
 
     def close(self) -> None:
         self._connection.close()
@@ -142,9 +122,7 @@ def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_
     """
     connection = _connect(address, seconds)
     try:
-        _set_up(connection)
-        with socket.socket(fileno=os.dup(connection.fileno())) as same:
-            _limit(same, seconds)
+        _set_up(connection, seconds)
         theirs, ours = connection.recv_bytes(NONCE_BYTES), os.urandom(NONCE_BYTES)
         connection.send_bytes(ours)
         listener_key, caller_key = _keys(secret, theirs, ours)
@@ -161,31 +139,22 @@ def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_
 
 def welcome(connection: Connection, secret: bytes, seconds: float) -> tuple[Channel, Any]:
     """Authenticate a caller; returns the channel and the caller's first message, which identifies
-    it.
-
-    Args:
-        seconds: longest silence during the handshake.
-
-    Raises:
-        Exception: the caller does not know the secret, disconnected, or was silent for too long.
-    """
-    _set_up(connection)
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+    it. Raises an exception if the caller does not know the secret, has disconnected, or is silent
+    for `seconds`."""
+    _set_up(connection, seconds)
+    with _socket(connection) as same:
         # abstract sockets have no file mode, so ask the kernel for the user of the peer
         if same.family == socket.AF_UNIX:
             credentials = same.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             _, uid, _ = struct.unpack("3i", credentials)
             if uid != os.geteuid():
                 raise StrangerError(f"its process has uid {uid}, and this one {os.geteuid()}")
-        # multiprocessing's Connection has no timeout, so set one on the socket
-        _limit(same, seconds)
-        ours = os.urandom(NONCE_BYTES)
-        connection.send_bytes(ours)
-        keys = _keys(secret, ours, connection.recv_bytes(NONCE_BYTES))
-        channel = Channel(connection, *keys)
-        channel.send_bytes(PROOF)
-        message = _message(channel.recv_bytes(FIRST_BYTES))
-        _limit(same, 0)
+    ours = os.urandom(NONCE_BYTES)
+    connection.send_bytes(ours)
+    channel = Channel(connection, *_keys(secret, ours, connection.recv_bytes(NONCE_BYTES)))
+    channel.send_bytes(PROOF)
+    message = _message(channel.recv_bytes(FIRST_BYTES))
+    channel.limit(0)
     return channel, message
 
 
@@ -206,9 +175,16 @@ def _message(data: bytes) -> Any:
         raise StrangerError(f"no message of this run: {error}") from error
 
 
-def _set_up(connection: Connection) -> None:
-    """Set timeouts, so that a send fails if the peer reads nothing or its machine is gone."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+def _socket(connection: Connection) -> socket.socket:
+    # dup(), as a socket object closes its descriptor
+    return socket.socket(fileno=os.dup(connection.fileno()))
+
+
+def _set_up(connection: Connection, seconds: float) -> None:
+    """Make a read fail after `seconds` without a byte, and a send if the peer reads nothing or its
+    machine is gone. multiprocessing's Connection has no timeout, so the socket gets one."""
+    with _socket(connection) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _time(seconds))
         same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _time(SILENT_SECONDS))
         if same.family != socket.AF_UNIX:
             # otherwise a small message waits 40 ms for an acknowledgement (Nagle's algorithm)
@@ -218,10 +194,6 @@ def _set_up(connection: Connection) -> None:
             same.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_SECONDS // 6)
             same.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
             same.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000)
-
-
-def _limit(connection: socket.socket, seconds: float) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _time(seconds))
 
 
 def _time(seconds: float) -> bytes:
@@ -248,12 +220,8 @@ MIN_BYTES = 16
 
 def job_secret() -> bytes | None:
     """Returns the key (32 bytes) for checkpoints derived from the job's secret; None if the
-    environment names no file.
-
-    Raises:
-        OSError: the file cannot be read.
-        StorageError: another user could have read or written the file, or it is too short.
-    """
+    environment names no file. Raises OSError if the file cannot be read, and StorageError if it is
+    too short, or another user could have read or written it."""
     path = os.environ.get(SECRET_FILE)
     if not path:
         return None

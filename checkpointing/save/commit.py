@@ -20,7 +20,6 @@ from typing import Any
 
 from checkpointing.errors import CheckpointError, StorageError, explain
 from checkpointing.format.layout import (
-    TRAINER_STATE,
     CommitRecord,
     FileRecord,
     TensorFile,
@@ -94,7 +93,7 @@ def _words(path: Place, what: str) -> str:
 
 
 def _owner(path: Place) -> tuple[str, str]:
-    """Returns (owner, Unix time as text) of a claim; empty texts if the file has none."""
+    """Returns (owner, Unix time) of a claim; two empty texts if the file has none."""
     text = ""
     with suppress(FileNotFoundError):  # a newer claim has removed the file
         text = storage_of(path).read(path, _MOST_BYTES).decode(errors="replace")
@@ -104,6 +103,8 @@ def _owner(path: Place) -> tuple[str, str]:
 
 def _claims(directory: P) -> list[tuple[int, P]]:
     """Returns (number, path) of all claims, oldest first."""
+    paths = storage_of(directory).children(directory)
+    found = ((_CLAIM.fullmatch(path.name), path) for path in paths)
     found = (
         (_CLAIM.fullmatch(path.name), path) for path in storage_of(directory).children(directory)
     )
@@ -131,12 +132,11 @@ class StepCommitter:
         self._damaged: set[str] = set()
         """Names of steps that a rank failed to load."""
         self._found_damaged: set[str] = set()
-        """Names of steps that `tidy` has read back and found damaged."""
+        """Names of steps that `tidy` found damaged."""
         self._spans: list[bytes] = []
         """Lines that are not in trace.jsonl yet."""
 
     def path(self, step: int) -> Place:
-        """Returns the path that a step has once it is committed."""
         return self._directory / step_name(step)
 
     def begin(
@@ -144,8 +144,7 @@ class StepCommitter:
     ) -> NewStep | None:
         """Prepare a step for writing; returns None if it is committed already."""
         started = time.time()
-        # Before anything is written. Also if `step` is committed, as another run may have committed
-        # it.
+        # Before anything is written, and even if `step` is committed: another run may have done it.
         self._claim = hold(self._directory, self._claim)
         target = new_step(self.path(step), self._found_damaged.union(damaged))
         if target:
@@ -197,7 +196,7 @@ class StepCommitter:
         self._verified.discard(name)
         self._found_damaged.discard(name)
         self._verified |= set(contents.verified)
-        # Rank 0's list is complete, so it replaces the old one.
+        # Rank 0's list is complete.
         self._damaged = set(contents.damaged)
 
     def tidy(self, busy: Callable[[], bool], ending: Callable[[], bool]) -> None:
@@ -255,11 +254,6 @@ class StepCommitter:
             storage_of(self._directory).append(path, b"".join(spans))
         except (CheckpointError, OSError) as error:  # a failed trace must not fail the save
             logger.warning("%d spans of the trace are lost: %s", len(spans), explain(error))
-
-
-def small_files(contents: SaveContents, indexes: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns name → contents of all files of a step except tensor files and commit record."""
-    return {**contents.files, TRAINER_STATE: contents.state, **indexes}
 
 
 def _slowly(

@@ -31,12 +31,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, assert_never
 
-from checkpointing.format.layout import TensorFile
+from checkpointing.format.layout import TRAINER_STATE, TensorFile
 from checkpointing.format.sections import NumberSummary, not_finite
 from checkpointing.options import CheckpointOptions
 from checkpointing.save import messages as msg
 from checkpointing.save.blocks import FileLayout, Grants, default_writers
-from checkpointing.save.commit import StepCommitter, small_files
+from checkpointing.save.commit import StepCommitter
 from checkpointing.storage.interface import NewStep
 from checkpointing.storage.place import Place, location
 from checkpointing.storage.posix import is_shared
@@ -55,10 +55,6 @@ class _Request:
     wait: bool
     contents: msg.SaveContents | None = None
 
-    @property
-    def is_durable(self) -> bool:
-        return self.contents is not None and not self.contents.memory_only
-
 
 @dataclass
 class _Save:
@@ -72,7 +68,6 @@ class _Save:
     numbers: dict[int, NumberSummary] = field(default_factory=dict)
     """Node that has copied everything → summary of the numbers."""
     preparing: bool = False
-    """Whether the step is being prepared in storage."""
     waiting: dict[int, deque[msg.BlockRange]] = field(default_factory=dict)
     """Node → blocks of files that it owns and that are not granted yet."""
     checksums: dict[str, dict[int, int]] = field(default_factory=dict)
@@ -90,8 +85,6 @@ class _Save:
 
 
 class CoordinatorHost(Protocol):
-    """Functions of its process that the coordinator calls."""
-
     def send(self, node: int, message: msg.ToNode) -> None:
         """Send to a node's writer. The message is dropped if the writer has died."""
 
@@ -120,8 +113,6 @@ class Coordinator:
     ) -> None:
         self._voided = voided
         self._options, self._nodes, self._host = options, nodes, host
-        self._newest: int | None = None
-        """Last step that this process committed in the current directory."""
         self._move(directory)
         self._plan = ""
         self._layout = FileLayout()
@@ -130,10 +121,9 @@ class Coordinator:
         """Node → its report of slots for a plan, which this node may not know yet."""
         self._save: _Save | None = None
         self._requests: dict[msg.Key, _Request] = {}
-        """Requests that are not answered yet."""
+        """Requests without an answer."""
         self._answers: dict[msg.Key, list[msg.Answer | msg.SaveEnded]] = {}
-        """The messages about the last four requests (the answer, later the outcome), for nodes
-        whose request comes later."""
+        """Messages about the last four requests, for nodes whose request comes later."""
         self._grants = Grants(nodes)
         self._clearing = 0
         """Number of failed saves whose files are still being removed. The next save, perhaps of the
@@ -141,17 +131,18 @@ class Coordinator:
         self._slot = -1
         self._next_grant = 0.0
         self._aside = 0
-        """Number of functions running in other threads, which must end before this process may."""
+        """Number of functions in other threads, which must end before this process may."""
         self._closing: set[int] = set()
         self._failed: _Save | None = None
         """The save that failed last, whose slot may still become complete."""
         self._tidying = False
-        """Whether retention is running."""
         self._untidy: set[StepCommitter] = set()
         """Committers of the directories in which retention must run next."""
 
     def _move(self, directory: Place) -> None:
-        self._directory, self._newest = directory, None
+        self._directory = directory
+        self._newest: int | None = None
+        """Last step that this process committed in this directory."""
         self._steps = StepCommitter(directory, self._options)
         kind = storage_of(directory).filesystem(directory)
         self._stagger = STAGGER_SECONDS if is_shared(kind) else 0.0
@@ -169,7 +160,7 @@ class Coordinator:
                 if key not in self._answers:
                     self._answer(msg.SaveRefused(key, failure))
                 # Ranks may be copying, as the save was admitted already. So the save fails instead.
-                elif self._is_current(key):
+                elif self._current(key):
                     why = f"rank {failure.rank} cannot save: {failure.message}"
                     self._fail(node, msg.NodeSaveFailure(why))
             case msg.StagedReport():
@@ -184,12 +175,8 @@ class Coordinator:
             case msg.WriteReceipt():
                 self._on_written(message)
             case msg.GrantDropped(key, blocks):
-                self._on_failed(
-                    node,
-                    key,
-                    msg.NodeSaveFailure(f"its writer process has given up {blocks.file}"),
-                    blocks,
-                )
+                failure = msg.NodeSaveFailure(f"its writer process has given up {blocks.file}")
+                self._on_failed(node, key, failure, blocks)
             case msg.NodeCannotSave():
                 self._on_failed(node, message.key, message.failure, message.blocks)
             case msg.NodeClosing():
@@ -215,7 +202,6 @@ class Coordinator:
         indexes: Mapping[str, bytes],
         owners: Mapping[str, int],
     ) -> None:
-        """Set the files of all later saves, and the node that owns each."""
         self._plan, self._layout, self._indexes = plan, FileLayout(files, owners), dict(indexes)
         self._consider_all()
 
@@ -224,8 +210,8 @@ class Coordinator:
         """Node → number of slots, for nodes that have slots for the current plan."""
         return {node: said.slots for node, said in self._hellos.items() if said.plan == self._plan}
 
-    def _is_current(self, key: msg.Key) -> bool:
-        return self._save is not None and self._save.key == key
+    def _current(self, key: msg.Key) -> _Save | None:
+        return self._save if self._save and self._save.key == key else None
 
     def _on_hello(self, node: int, hello: msg.SlotsReport) -> None:
         """Record that a node has slots for a plan. A repeated report is from a restarted writer,
@@ -259,14 +245,14 @@ class Coordinator:
             self._consider(key)
 
     def _consider(self, key: msg.Key) -> None:
-        """Answer a request as soon as that is possible."""
         request = self._requests[key]
         # considered again when rank 0 requests this save, and when a further node has slots
         if request.contents is None or len(self._slots) < self._nodes:
             return
         if self._save is not None:
             # a save to memory ends soon, so a durable save waits for it
-            if not request.wait and not (self._save.memory_only and request.is_durable):
+            durable = not request.contents.memory_only
+            if not request.wait and not (self._save.memory_only and durable):
                 self._answer(msg.SaveSkipped(key, f"step {self._save.step} is still being saved"))
             return  # `_end` considers a waiting request again
         # The directory changes only here, between saves, as a save commits in the one in which it
@@ -341,8 +327,8 @@ class Coordinator:
     # --- work ------------------------------------------------------------------------------------
 
     def _on_staged(self, node: int, message: msg.StagedReport) -> None:
-        save = self._save
-        if save is None or save.key != message.key:
+        save = self._current(message.key)
+        if save is None:
             return
         save.staged[node] = message.position
         if message.numbers:
@@ -365,16 +351,12 @@ class Coordinator:
         elif save.memory_only and len(save.remembered) == self._nodes:
             self._end(save, msg.SaveOutcome(save.step, None, memory_only=True))
 
-    def _staged_to(self, save: _Save) -> msg.Position:
-        """Returns the position up to which all nodes have copied their pieces."""
-        return min(save.staged.values()) if len(save.staged) == self._nodes else (0, 0)
-
     def _on_written(self, receipt: msg.WriteReceipt) -> None:
         self._steps.trace(receipt.span)
         # If the writer was dropped meanwhile, its grant is gone, and the receipt is ignored.
         granted = self._grants.take_back(receipt.key, receipt.blocks)
-        save = self._save
-        if granted and save is not None and save.key == receipt.key:
+        save = self._current(receipt.key)
+        if granted and save:
             save.checksums.setdefault(receipt.blocks.file, {}).update(receipt.checksums)
         self._grant()
 
@@ -383,7 +365,7 @@ class Coordinator:
     ) -> None:
         if blocks is not None:
             self._grants.take_back(key, blocks)
-        if self._is_current(key):
+        if self._current(key):
             self._fail(node, failure)
         self._grant()
 
@@ -392,7 +374,8 @@ class Coordinator:
         save = self._save
         if save is None or save.target is None or save.committing:
             return
-        staged = self._staged_to(save)
+        everyone = len(save.staged) == self._nodes
+        staged = min(save.staged.values()) if everyone else (0, 0)
         while len(self._grants) < self._limit:
             nodes = [
                 node
@@ -414,33 +397,27 @@ class Coordinator:
             share = rate / self._limit if rate else None
             self._host.send(node, msg.WriteGrant(save.key, save.slot, blocks, save.target, share))
         if not any(save.waiting.values()) and not self._grants.writes(save.key):
-            save.committing = True
-            target = save.target
-            files, small = self._layout.files, small_files(save.contents, self._indexes)
+            save.committing, target = True, save.target
+            state = {TRAINER_STATE: save.contents.state}
+            files, small = self._layout.files, {**save.contents.files, **state, **self._indexes}
             numbers = sum(save.numbers.values(), NumberSummary())
             self._later(
                 lambda: self._steps.commit(
-                    save.step,
-                    target,
-                    files,
-                    save.checksums,
-                    small,
-                    numbers.odd,
-                    save.contents.before,
+                    save.step, target, files, save.checksums,
+                    small, numbers.odd, save.contents.before,
                 ),
-                lambda result: self._committed(save, target, result),
-            )
+                lambda result: self._committed(save, target, numbers, result),
+            )  # fmt: skip
 
     # --- the end ---------------------------------------------------------------------------------
 
-    def _committed(self, save: _Save, target: NewStep, result: Exception | None) -> None:
-        if save is not self._save:
-            return
+    def _committed(
+        self, save: _Save, target: NewStep, numbers: NumberSummary, result: Exception | None
+    ) -> None:
         if isinstance(result, Exception):
             save.committing = False
             self._fail(0, msg.NodeSaveFailure.of(result))
             return
-        numbers = sum(save.numbers.values(), NumberSummary())
         outcome = msg.SaveOutcome(
             save.step,
             str(target.final),
@@ -474,11 +451,11 @@ class Coordinator:
         save = self._save
         if save is None or save.committing:  # all bytes are written, so no node is needed
             return
-        where = f"on node {node}" if self._nodes > 1 else ""
+        where = f" on node {node}" if self._nodes > 1 else ""
         outcome = msg.SaveOutcome(
             save.step,
             None,
-            f"saving step {save.step} failed{where and ' ' + where}: {failure.message}; earlier "
+            f"saving step {save.step} failed{where}: {failure.message}; earlier "
             "checkpoints are untouched",
             node,
             failure.file,
@@ -496,7 +473,6 @@ class Coordinator:
         self._end(save, outcome)
 
     def _expire(self, save: _Save) -> None:
-        """Fail a save that exceeds its deadline, see [Note: a save]."""
         if save is not self._save or save.committing:
             return
         done = {node for node, place in save.staged.items() if place == self._layout.end}

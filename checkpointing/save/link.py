@@ -88,11 +88,7 @@ class Spare:
             end(process, 0)
 
     def take(self) -> "subprocess.Popen[bytes]":
-        """Returns the spare process, or starts one.
-
-        Raises:
-            OSError: no process can be started.
-        """
+        """Returns the spare process, or starts one. Raises OSError if none can be started."""
         process, self._process = self._process, None
         # the spare process may have ended, for example for lack of memory
         if process is not None and process.poll() is not None:
@@ -102,12 +98,8 @@ class Spare:
 
 
 class WriterLink:
-    """A rank's connection to the writer process of its node. Every rank has one.
-
-    Args:
-        process: on the node's first rank the result of `launch`, which ends with this object; else
-            None.
-    """
+    """A rank's connection to the writer process of its node. Every rank has one. `process`, the
+    result of `launch` on the node's first rank and None on the others, ends with this object."""
 
     def __init__(
         self, setup: WriterSetup, rank: int, process: "subprocess.Popen[bytes] | None"
@@ -118,7 +110,6 @@ class WriterLink:
 
     @property
     def secret(self) -> bytes:
-        """Key that authenticates the processes of this run."""
         return self._setup.secret
 
     def start(self) -> Address:
@@ -142,11 +133,8 @@ class WriterLink:
         return self._setup.host, int(line)
 
     def connect(self, seconds: float = CONNECT_SECONDS) -> None:
-        """Connect to the process, which may still be starting or restarting.
-
-        Raises:
-            WriterGoneError: the process is not reached within `seconds`, or `interrupt` was called.
-        """
+        """Connect to the process, which may still be starting or restarting. Raises WriterGoneError
+        if it is not reached within `seconds`, or `interrupt` was called."""
         deadline = time.monotonic() + seconds
         while True:
             if self._interrupted:  # `interrupt` may be called before there is a connection
@@ -164,14 +152,8 @@ class WriterLink:
                 time.sleep(0.01)
 
     def restart(self, voided: int = 0) -> None:
-        """Restart the process if this rank owns it, and connect again.
-
-        Args:
-            voided: see messages.WriterSetup.
-
-        Raises:
-            WriterGoneError: the process cannot be started or reached, or `interrupt` was called.
-        """
+        """Restart the process if this rank owns it, and connect again; `voided`: see WriterSetup.
+        Raises WriterGoneError if that fails, or `interrupt` was called."""
         if self._interrupted:
             raise WriterGoneError(GONE)
         if self._process:
@@ -193,11 +175,8 @@ class WriterLink:
         self.connect(RESTART_SECONDS)
 
     def send(self, message: FromRank) -> None:
-        """Send a message. Callable from any thread.
-
-        Raises:
-            WriterGoneError: there is no connection.
-        """
+        """Send a message. Raises WriterGoneError if there is no connection. Callable from any
+        thread."""
         connection = self._connection
         if connection is None:
             raise WriterGoneError(GONE)
@@ -206,17 +185,14 @@ class WriterLink:
         except OSError as error:
             raise WriterGoneError(GONE) from error
 
-    def receive(self, timeout: float | None = None) -> ToRank | None:
-        """Returns the next message; None if none arrives within `timeout` seconds (None: no limit).
-
-        Raises:
-            WriterGoneError: there is no connection.
-        """
+    def receive(self, seconds: float) -> ToRank | None:
+        """Returns the next message; None if none arrives within `seconds`. Raises WriterGoneError
+        if there is no connection."""
         if self._connection is None:
             raise WriterGoneError(GONE)
         try:
             # a message that has begun to arrive is read completely, however long that takes
-            if timeout is not None and not self._connection.poll(timeout):
+            if not self._connection.poll(seconds):
                 return None
             message: ToRank = self._connection.recv()
             return message
@@ -250,8 +226,7 @@ class WriterLink:
 
 
 def own_address() -> str:
-    """Returns the address of this machine for other nodes: that of the interface towards
-    MASTER_ADDR."""
+    """Returns the address, for other nodes, of this machine's interface towards MASTER_ADDR."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     try:
         family, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]

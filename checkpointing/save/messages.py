@@ -53,7 +53,6 @@ class WriterSetup:
     port: int
     """TCP port for other nodes; 0: any free one."""
     secret: bytes
-    """Key that authenticates the processes of the run."""
     voided: int = 0
     """On rank 0's node: number of the last request whose answer from the previous process may have
     reached other ranks but not rank 0. Every request up to this number is skipped."""
@@ -107,7 +106,6 @@ class NodeSaveFailure:
 
     @staticmethod
     def of(error: Exception) -> "NodeSaveFailure":
-        """Describes an exception for the other nodes."""
         if isinstance(error, OSError):
             path = error.filename and str(error.filename)
             full = error.errno in (ENOSPC, EDQUOT)  # the user can make room
@@ -325,7 +323,6 @@ class SaveAdmitted:
     key: Key
     slot: int
     state: bytes
-    """Contents of trainer_state.json."""
     newest: int | None
     """Newest step in storage."""
 

@@ -29,7 +29,7 @@ from checkpointing.storage.folders import LockedFolder, collect_memory, forget
 logger = logging.getLogger(__name__)
 
 MOST_THREADS = 4
-"""Largest number of threads that compute the checksums of a copied save."""
+"""Largest number of threads that compute the checksums of a slot."""
 NewSlots = tuple[NodePlan, LockedFolder | None, Slots]
 
 
@@ -50,8 +50,7 @@ class SlotFilling:
 
 
 class NodeMemory:
-    """A node's slots in its writer process: created for a plan, filled by saves, left to a restart.
-    Methods run in the thread of the writer's loop."""
+    """A node's slots in its writer process. Methods run in the thread of the writer's loop."""
 
     def __init__(self, setup: WriterSetup, directory: str, loop: EventLoop) -> None:
         self._setup, self._directory, self._loop = setup, directory, loop
@@ -67,7 +66,6 @@ class NodeMemory:
         self.remembering = 0
         """Number of slots whose checksums are being computed."""
         self._committed: int | None = None
-        """Newest committed step."""
 
     # --- making ----------------------------------------------------------------------------------
 
@@ -98,7 +96,7 @@ class NodeMemory:
         self._loop.later(work, done)
 
     def use(self, slots: NewSlots | None) -> None:
-        """Use these slots from now on; None: there are none."""
+        """Use these slots from now on."""
         if slots is None:
             self.plan = self.slots = None
             return
@@ -108,7 +106,7 @@ class NodeMemory:
             self._write_headers(self.plan)
 
     def touch(self) -> None:
-        """In the background: fault in the pages of all slots, and delete memory of dead runs."""
+        """Fault in the pages of all slots, and delete memory of dead runs, in another thread."""
         if self.plan is None or self.slots is None:
             return
         files, ranges = self.files if self.slots.resident else [], self.plan.ranges
@@ -145,14 +143,11 @@ class NodeMemory:
         return filling
 
     def make_room(self) -> None:
-        """Allocate the memory of a transient slot, see slots.py [Note: no slots].
-
-        Raises:
-            StorageError: memory, or the disk, has no room.
-        """
+        """Allocate the memory of a transient slot, see slots.py [Note: no slots]. Raises
+        StorageError if memory, or the disk, has no room."""
         if self.slots and self.slots.transient and self.plan:
             make_room(self.slots, self.plan.ranges, self._setup.options.slot_directory)
-            # the new pages are empty
+            # The new pages are empty.
             self._write_headers(self.plan)
 
     def give_back(self, lost: set[int]) -> None:
@@ -165,16 +160,11 @@ class NodeMemory:
                 give_back(self.files[slot], plan.ranges)
 
     def filling(self, key: Key) -> SlotFilling | None:
-        """Returns the save with this key if a slot still holds it."""
         return next((held for held in self._filled.values() if held.key == key), None)
 
     def slot_of(self, slot: int, key: Key | None) -> SlotFiles:
-        """Returns the files of a slot in use. A restarted process has lost the saves of its
-        predecessor.
-
-        Raises:
-            EOFError: the slot does not hold the save `key`.
-        """
+        """Returns the files of a slot in use. Raises EOFError if it does not hold the save `key`: a
+        restarted process has lost the saves of its predecessor."""
         held = self._filled.get(slot)
         if held is None or key not in (None, held.key):
             raise EOFError
@@ -223,7 +213,7 @@ class NodeMemory:
         self.remembering += 1
         self._loop.later(lambda: files.checksums(exact, threads), checked)
 
-    def keep_copy(self, copy: CopySlot, pull: Callable[[], Pull], done: Callable[[], None]) -> None:
+    def keep_copy(self, copy: CopySlot, pull: Pull, done: Callable[[], None]) -> None:
         """Copy another node's slot in another thread, then call done(), even if that failed."""
         folder, name = self._folder, f"peer-{copy.source}-{copy.slot}"
         if folder is None:
@@ -242,7 +232,7 @@ class NodeMemory:
             done()
 
         def work() -> None:
-            fetch = partial(pull(), copy.source, SlotInUse(copy.slot))
+            fetch = partial(pull, copy.source, SlotInUse(copy.slot))
             copy_slot(folder.path, name, copy.manifest, fetch, self._setup.run)
 
         self._loop.later(work, copied)

@@ -40,8 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def write_manifest(folder: Path, slot: str, manifest: Manifest | None, token: str) -> None:
-    """Write the manifest of a slot, authenticated by the token of the run. None removes the
-    manifest, so that no restart uses the slot."""
+    """Write the manifest of a slot. None removes it, so that no restart uses the slot."""
     path = folder / f"{slot}.manifest"
     if manifest is None:
         path.unlink(missing_ok=True)
@@ -81,16 +80,11 @@ def copy_slot(
     pull: Callable[[str, list[tuple[int, int]]], Generator[bytes]],
     token: str,
 ) -> None:
-    """Keep a copy of another node's slot.
+    """Keep a copy of another node's slot in `folder`. Raises StorageError if there is no memory,
+    the other node does not answer, or it has begun to overwrite the slot.
 
     Args:
-        folder: folder of this node's slots.
-        name: name of the copy in `folder`.
         pull: (file, ranges) → the bytes of each range.
-
-    Raises:
-        StorageError: there is no memory, the other node does not answer, or it has begun to
-            overwrite the slot.
     """
     write_manifest(folder, name, None, token)  # the copy is invalid until it is complete
     spans = [span for of_file in manifest.ranges.values() for span in of_file]
@@ -116,17 +110,11 @@ def copy_slot(
 
 
 def open_leftover(slot: str, files: Sequence[str], token: str) -> SlotFiles:
-    """Open files of a slot that an earlier process of this run left.
-
-    Args:
-        slot: folder of the slot. The path may come from another node, so it is checked.
-
-    Raises:
-        StorageError: the folder is no slot of this run, or it lacks one of the files.
-    """
-    path = Path(slot)
+    """Open files of a slot that an earlier process of this run left. Raises StorageError if the
+    folder `slot` is no slot of this run, or lacks one of the files."""
+    path = Path(slot)  # it may come from another node, so it is checked
     manifest = None
-    # Only a folder in shared memory: a forged address must not open any other file.
+    # Only in shared memory: a forged address must not open any other file.
     if path.parent.parent == folders.SHARED_MEMORY and ".." not in path.parts:
         held = folders.hold(path.parent, to_read=True)
         if held:
@@ -165,15 +153,9 @@ class Puller:
     def __call__(
         self, node: int, slot: Slot, file: str, ranges: Sequence[tuple[int, int]]
     ) -> Generator[bytes]:
-        """Yields the bytes of each range. Closing the generator early closes the connection, as the
-        remaining bytes have been sent already.
-
-        Args:
-            ranges: (start, stop) of each range, in bytes.
-
-        Raises:
-            StorageError: `node` does not send the bytes, or is silent for SILENT_SECONDS.
-        """
+        """Yields the bytes of each range (start, stop). Closing the generator early closes the
+        connection, as the remaining bytes have been sent already. Raises StorageError if `node`
+        does not send the bytes, or is silent for SILENT_SECONDS."""
         used_before = node in self._connections
         left = list(ranges)
         while left:
@@ -211,14 +193,12 @@ class Puller:
 def serve_pulls(
     connection: Channel, slots: Callable[[int, Key | None], SlotFiles], run: str
 ) -> None:
-    """Answer a Puller until it disconnects.
+    """Answer a Puller. Raises EOFError or OSError when it disconnects, or requests a slot that does
+    not exist.
 
     Args:
         slots: (number, save that it must hold or None) → a slot in use; raises EOFError if it holds
             another save.
-
-    Raises:
-        EOFError, OSError: the Puller disconnected, or requested a slot that does not exist.
     """
     left: dict[str, SlotFiles] = {}
     while True:

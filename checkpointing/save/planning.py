@@ -61,7 +61,6 @@ class SavePlan:
     """The part of a save that depends only on names, shapes, dtypes and meshes."""
 
     signature: Signature
-    """Names, dtypes, shapes and placements of the tensors, to detect that they have changed."""
     shared: PlanInput
     """The part of the plan that is equal on all ranks."""
     digest: str
@@ -69,14 +68,10 @@ class SavePlan:
     """Pieces that this rank contributes."""
 
 
-class Planner:
+class SavePlanner:
     """Plans saves, and reuses the plan while the tensors stay the same. Methods are called on all
-    ranks.
-
-    Args:
-        max_shard_bytes: largest number of bytes per file.
-        of_model: section of the model's tensors: MODEL, or ADAPTER.
-    """
+    ranks. `max_shard_bytes` is the largest size of a file, `of_model` the section of the model's
+    tensors: MODEL, or ADAPTER."""
 
     def __init__(self, ranks: RankGroup, max_shard_bytes: int, of_model: Section = MODEL) -> None:
         self._ranks, self._max_shard_bytes, self._of_model = ranks, max_shard_bytes, of_model
@@ -86,13 +81,8 @@ class Planner:
     def describe(
         self, tensors: Callable[[], StateTensors]
     ) -> tuple[StateTensors, DescribedTensors]:
-        """Returns (this rank's tensors, their specs merged over all ranks).
-
-        Args:
-            tensors: returns the tensors of model and optimizer; called once.
-
-        Raises:
-            RankError: `tensors` failed, or a tensor cannot be stored.
+        """Calls `tensors` once; returns (this rank's tensors of model and optimizer, their specs
+        merged over all ranks). Raises RankError if `tensors` failed, or a tensor cannot be stored.
         """
         held: list[StateTensors] = []
 
@@ -151,16 +141,11 @@ def signatures(
 
 
 def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    return tuple(
-        (
-            name,
-            tensor.dtype,
-            tensor.shape,
-            # not the spec, which would be built for each tensor at each save
-            (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None,
-        )
-        for name, tensor in tensors.items()
-    )
+    def placed(tensor: Tensor) -> Any:
+        # not the spec, which would be built for each tensor at each save
+        return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+    return tuple((name, one.dtype, one.shape, placed(one)) for name, one in tensors.items())
 
 
 def unguarded(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> set[str]:
@@ -202,12 +187,8 @@ def replicas_to_compare(
 
 
 def sample_digest(tensors: Mapping[str, Tensor], step: int) -> SampleDigest:
-    """Returns this rank's digests for `require_equal`. Synchronises with a GPU.
-
-    Args:
-        tensors: plain tensors by name.
-        step: decides which numbers are compared; equal on all ranks.
-    """
+    """Returns this rank's digests for `require_equal`. Synchronises with a GPU. `step` decides
+    which numbers of the plain `tensors` are compared; it must be equal on all ranks."""
     names = hashlib.blake2b("\n".join(tensors).encode(), digest_size=8).digest()
     samples = [as_bytes(data).numpy() for _, _, data in _samples(tensors, step)]
     return names, sum(_digest(f"{place}", data) for place, data in enumerate(samples)) % (1 << 64)
@@ -216,15 +197,8 @@ def sample_digest(tensors: Mapping[str, Tensor], step: int) -> SampleDigest:
 def require_equal(
     ranks: RankGroup, tensors: Mapping[str, Tensor], step: int, digests: Sequence[SampleDigest]
 ) -> None:
-    """Require equal numbers in tensors of the same name. Called on all ranks.
-
-    Args:
-        tensors: this rank's tensors, as given to `sample_digest`.
-        digests: results of `sample_digest` of all ranks, in order.
-
-    Raises:
-        ValueError: tensors differ; the message names them. Raised on all ranks.
-    """
+    """Require equal numbers in tensors of the same name; else raise ValueError, which names the
+    tensors, on all ranks. Called on all ranks, with the results of `sample_digest` of all."""
     if len(set(digests)) == 1:  # the usual case needs no other exchange
         return
     first: dict[str, tuple[int, int]] = {}

@@ -10,13 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from checkpointing.errors import SaveFailed, StorageError
-from checkpointing.format.layout import (
-    COMMIT_RECORD,
-    LATEST,
-    OPTIMIZER,
-    TRAINER_STATE,
-    json_bytes,
-)
+from checkpointing.format.layout import COMMIT_RECORD, LATEST, OPTIMIZER, TRAINER_STATE, json_bytes
 from checkpointing.format.untrusted import is_plain
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import RankGroup
@@ -42,13 +36,8 @@ POLL_SECONDS = 60.0
 
 class SaveTracker:
     """Follows the saves of a rank by the messages of its node's writer: which save is running, and
-    how each ended. Methods with a `link` raise WriterGoneError if it is broken, unless they say
-    otherwise.
-
-    Args:
-        ranks: ranks of the run; `_patience` depends on this rank's node.
-        committed: called with each step that is committed.
-    """
+    how each ended. Calls `committed` with each committed step. Methods with a `link` raise
+    WriterGoneError if it is broken, unless they say otherwise."""
 
     def __init__(
         self, options: CheckpointOptions, ranks: RankGroup, committed: Callable[[int], None]
@@ -98,13 +87,9 @@ class SaveTracker:
             self.lost_writer()
 
     def close(self, link: WriterLink, keep_memory: bool, seconds: float | None) -> bool:
-        """Tell the writer that no save will follow, and wait until its work is done. Returns
-        whether it is done or the writer is gone. Raises nothing.
-
-        Args:
-            keep_memory: whether the slots are kept for a restart.
-            seconds: longest wait; None: as long as a save may take.
-        """
+        """Tell the writer that no save will follow, and whether to keep the slots for a restart.
+        Wait for its work, at most `seconds`; None: as long as a save may take. Returns whether the
+        work is done or the writer is gone. Raises nothing."""
         closed = False
         most = self._patience(self._options.deadline) if seconds is None else seconds
         until = time.monotonic() + most
@@ -121,11 +106,8 @@ class SaveTracker:
         return closed
 
     def slots(self, link: WriterLink, addresses: msg.Addresses, want: msg.WantSlots) -> Slots:
-        """Request slots for a plan, and wait for them.
-
-        Raises:
-            StorageError: the writer cannot make the slots.
-        """
+        """Request slots for a plan, and wait for them. Raises StorageError if the writer cannot
+        make them."""
         # The addresses are sent each time, as a restarted writer does not know the other nodes.
         link.send(addresses)
         link.send(want)
@@ -139,11 +121,8 @@ class SaveTracker:
             self._handle(message)
 
     def request(self, link: WriterLink, begin: msg.SaveRequest) -> msg.RankAnswer:
-        """Request a save; returns the answer.
-
-        Raises:
-            UnansweredError: the writer was lost after the request was sent.
-        """
+        """Request a save; returns the answer. Raises UnansweredError if the writer is lost after
+        the request was sent."""
         link.send(begin)
         patience = self._patience(min(self._options.deadline, 2 * msg.ANSWER_SECONDS))
         # a running save may delay the answer until its own deadline
@@ -212,12 +191,8 @@ class SaveTracker:
 
 class WriterClient:
     """Starts, restarts and talks to the writer process of a rank's node. Each rank calls the
-    methods by itself, unless they say otherwise.
-
-    Args:
-        tracker: follows the saves that this rank requests.
-        spare: source of writer processes.
-    """
+    methods by itself, unless they say otherwise. `tracker` follows the saves that this rank
+    requests; `spare` is the source of writer processes."""
 
     def __init__(
         self, ranks: RankGroup, options: CheckpointOptions, tracker: SaveTracker, spare: Spare
@@ -233,7 +208,7 @@ class WriterClient:
 
     @property
     def secret(self) -> bytes:
-        """Secret that authenticates the processes of this run; empty before `start`."""
+        """Key that authenticates the processes of this run; empty before `start`."""
         return self.link.secret if self.link else b""
 
     def start_early(self) -> None:
@@ -249,12 +224,8 @@ class WriterClient:
             self._spare.start()
 
     def start(self, directory: str, make_token: Callable[[], str]) -> None:
-        """Configure and connect to the writer of each node, once. Called on all ranks.
-
-        Args:
-            directory: directory of the checkpoints.
-            make_token: returns the token of the run, or ""; called on rank 0.
-        """
+        """Configure and connect to the writer of each node, once. Called on all ranks; calls
+        `make_token`, which returns the token of the run or "", on rank 0."""
         if self.link:
             return
         drawn, name, run = self._ranks.on_main(
@@ -287,22 +258,14 @@ class WriterClient:
         self.link = started[0]
 
     def send(self, message: msg.FromRank) -> None:
-        """Send a message if there is a connection. Callable from any thread.
-
-        Raises:
-            WriterGoneError: the connection is broken.
-        """
+        """Send a message, or nothing if no writer was started. Callable from any thread."""
         if link := self.link:
             link.send(message)
 
     def slots(self, plan: SavePlan) -> Slots:
         """Send the plan to the node's writer, and wait for its slots. A lost writer is restarted
-        once.
-
-        Raises:
-            StorageError: the writer cannot make the slots.
-            WriterGoneError: the writer cannot be restarted, or is lost again.
-        """
+        once. Raises StorageError if the writer cannot make the slots, and WriterGoneError if it
+        cannot be restarted or is lost again."""
         link = self._connected()
         addresses = msg.Addresses(self.addresses)
         want = msg.WantSlots(plan.digest, plan.shared if self._ranks.first_of_node else None)
@@ -315,15 +278,9 @@ class WriterClient:
 
     def request(self, plan: SavePlan, staging: Staging, begin: msg.SaveRequest) -> msg.RankAnswer:
         """Send a request to the node's writer, and wait for its answer. A lost writer is restarted
-        once. If the new one cannot make slots, the next request tries again.
-
-        Rank 0 does not repeat a request that other nodes may have an answer to, see coordinator.py
-        [Note: a save].
-
-        Raises:
-            StorageError: the writer cannot make the slots.
-            WriterGoneError: the writer cannot be restarted, or is lost again.
-        """
+        once. If the new one cannot make slots, the next request tries again. Rank 0 does not repeat
+        a request that other nodes may have an answer to, see coordinator.py [Note: a save]. Raises
+        the errors of `slots`."""
         link = self._connected()
         lost: UnansweredError | None = None
         if staging.has_slots:
@@ -378,15 +335,8 @@ class WriterClient:
 def checked_state(
     state: Mapping[str, Any], files: Mapping[str, bytes], used: Collection[str]
 ) -> bytes:
-    """Returns the bytes of trainer_state.json, after checking that the state and `files` can be
-    saved.
-
-    Args:
-        used: further names that `files` must not contain.
-
-    Raises:
-        ValueError: a file or the state cannot be saved; the message says which and why.
-    """
+    """Returns the bytes of trainer_state.json. Raises ValueError if the state or `files` cannot be
+    saved, or a file has one of the names `used`; the message says which and why."""
     reserved = {TRAINER_STATE, COMMIT_RECORD, LATEST, OPTIMIZER.stem, *used}
     for name in files:
         if name in reserved or name.startswith(OPTIMIZER.folder) or not is_plain(name):

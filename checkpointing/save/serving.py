@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-
 NICENESS = 10
 """Nice value of threads that move bytes, so that training goes first if cores are scarce."""
 
@@ -45,7 +44,7 @@ class EventLoop:
         heapq.heappush(self._timers, (moment, next(self._numbers), work))
 
     def later(self, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """Run work() in another thread, then done(its result or exception) in the loop's thread."""
+        """Run work() in another thread, then done(its result or exception) in the loop's."""
 
         def run() -> None:
             result: T | Exception
@@ -67,8 +66,8 @@ class EventLoop:
             os._exit(1)  # sys.exit would wait for threads that may hang in storage
 
     def turn(self, seconds: float | None = None) -> None:
-        """Run the timers that are due, then the next function that arrives before the next timer
-        and within `seconds`."""
+        """Run the timers that are due, then one function, if it arrives within `seconds` and before
+        the next timer."""
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2]()
@@ -100,7 +99,6 @@ class ConnectionAcceptor:
     ) -> None:
         self._node, self._secret, self._serve = node, secret, serve
         self._refused = 0
-        """Number of rejected callers."""
 
     def listen(self, listener: Listener) -> None:
         """Accept connections in the background. Each has a separate thread, so that a silent caller
@@ -137,12 +135,12 @@ class ConnectionAcceptor:
             pass
 
     def _refuse(self, peer: object, error: Exception) -> None:
-        """Log the first rejection as a warning, later ones for debugging: there may be many."""
         # Usual: a rank or a node that dies ends its connections.
         if isinstance(error, EOFError | ConnectionError):
             logger.debug("lost a connection: %s", explain(error))
             return
         self._refused += 1
+        # Later refusals are logged for debugging only: there may be many.
         level = logging.WARNING if self._refused == 1 else logging.DEBUG
         logger.log(
             level, "the checkpoint writer process of node %d refused a connection from %s: %s; "

@@ -26,9 +26,9 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,12 +65,9 @@ class Slots:
 
 
 def portions(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the stretches (start, stop) of a file, cut to at most _PORTION bytes."""
-    return [
-        (at, min(at + _PORTION, stop))
-        for start, stop in spans
-        for at in range(start, stop, _PORTION)
-    ]
+    """Returns ranges (start, stop) of a file, cut to at most _PORTION bytes."""
+    starts = ((at, stop) for start, stop in spans for at in range(start, stop, _PORTION))
+    return [(at, min(at + _PORTION, stop)) for at, stop in starts]
 
 
 def ranges_of(pieces: Iterable[TensorPiece], page: int = 1) -> Ranges:
@@ -99,7 +96,7 @@ class SlotFiles:
                 os.close(descriptor)
 
     def checksums(self, ranges: Ranges, threads: int) -> dict[str, list[int]]:
-        """Returns file → CRC-32 of each of its `portions`, by at most `threads` threads."""
+        """Returns file → CRC-32 of each of its `portions`."""
         pieces = {
             name: [memoryview(self.maps[name])[slice(*one)] for one in portions(spans)]
             for name, spans in ranges.items()
@@ -114,11 +111,7 @@ class SlotFiles:
 
     def touch(self, ranges: Ranges, *, rest: float = 0.0) -> None:
         """Fault in every page of `ranges`, so that the first save is as fast as later ones.
-        Releases the GIL.
-
-        Args:
-            rest: sleep for this multiple of the time worked, to leave the core to training.
-        """
+        Releases the GIL. Sleeps `rest` times as long as it works, to leave the core to training."""
         for name, of_file in ranges.items():
             for start, stop in of_file:
                 _populate(self.maps[name], start, stop, rest)
@@ -157,11 +150,7 @@ def no_memory(nbytes: int) -> StorageError:
 
 
 def fitting_on_disk(nbytes: int, disk: str) -> int:
-    """Returns how many slots fit on the disk of a directory, at least one.
-
-    Raises:
-        StorageError: not even one fits.
-    """
+    """Returns how many slots fit on the disk of a directory. Raises StorageError if none fits."""
     status = os.statvfs(disk)
     free = status.f_bavail * status.f_frsize
     if free < nbytes:
@@ -239,7 +228,6 @@ def _meminfo(key: str) -> int:
 
 MAKERS = 8
 """Threads that create the files of slots."""
-
 Shape = list[object]
 """Parameters for which slots are laid out, as JSON: plan, node, ranges."""
 
@@ -254,24 +242,18 @@ def make_slots(
     disk: str | None = None,
 ) -> tuple[LockedFolder | None, Slots]:
     """Create the slots of this node, or reuse slots that a dead run with the same plan left.
+    Returns (folder in shared memory, or None for unnamed files; slots). Raises StorageError if not
+    even one slot fits.
 
     Args:
         files: all tensor files by name.
         ranges: bytes that this node's ranks contribute, in whole pages.
         wanted: number of slots; 0: see [Note: no slots].
         disk: directory whose disk holds the slots instead of memory, in unnamed files.
-
-    Returns:
-        (folder in shared memory, or None for unnamed files; slots).
-
-    Raises:
-        StorageError: not even one slot fits.
     """
     nbytes = sum(stop - start for of_file in ranges.values() for start, stop in of_file)
-    if not wanted:
-        return None, _no_slots(files, ranges, nbytes, disk)
-    if disk is not None:
-        return None, _slots_on_disk(files, ranges, wanted, nbytes, disk)
+    if not wanted or disk is not None:
+        return None, _unnamed_slots(files, ranges, wanted, nbytes, disk)
     spans = {file: [list(span) for span in of_file] for file, of_file in ranges.items()}
     shape: Shape = [plan, node, spans]
     shared = folders.SHARED_MEMORY
@@ -301,42 +283,44 @@ def make_slots(
     return folder, Slots(paths, nbytes, note, lasting=folder is not None)
 
 
-def _no_slots(
-    files: Mapping[str, TensorFile], ranges: Ranges, nbytes: int, disk: str | None
+def _unnamed_slots(
+    files: Mapping[str, TensorFile], ranges: Ranges, wanted: int, nbytes: int, disk: str | None
 ) -> Slots:
+    """Create `wanted` slots on a disk, or, if 0 are wanted, a transient slot there or in memory."""
     # Checked now, so that the job fails at its start, not at the first save.
     if disk is None and not fitting(nbytes, None, 1):
         raise no_memory(nbytes)
+    with _on_disk(disk):
+        count = min(wanted or 1, fitting_on_disk(nbytes, disk) if disk is not None else 1)
+        paths = [_anonymous_slot(files, ranges, disk, empty=not wanted) for _ in range(count)]
+    note = f"{count} checkpoint slot(s) of {nbytes / 1e6:,.1f} MB in {disk}"
+    if not wanted:
+        where = "memory" if disk is None else disk
+        note = (
+            f"no checkpoint slots: each save takes {nbytes / 1e6:,.1f} MB in {where} while it lasts"
+        )
+    return Slots(paths, nbytes, note, lasting=False, resident=False, transient=not wanted)
+
+
+@contextmanager
+def _on_disk(disk: str | None) -> Iterator[None]:
     try:
-        if disk is not None:
-            fitting_on_disk(nbytes, disk)
-        paths = [_anonymous_slot(files, ranges, disk, empty=True)]
+        yield
     except OSError as error:
         raise StorageError(f"slot_directory: {disk}: {explain(error)}") from error
-    where = "memory" if disk is None else disk
-    note = f"no checkpoint slots: each save takes {nbytes / 1e6:,.1f} MB in {where} while it lasts"
-    return Slots(paths, nbytes, note, lasting=False, resident=False, transient=True)
 
 
 def make_room(slots: Slots, ranges: Ranges, disk: str | None) -> None:
-    """Reserve the memory or disk space of a transient slot.
-
-    Raises:
-        StorageError: memory, or the disk, has no room.
-    """
+    """Reserve the memory or disk space of a transient slot. Raises StorageError if there is too
+    little."""
     if disk is None and available_bytes() - RESERVE < slots.nbytes:
         raise no_memory(slots.nbytes)
     if disk is not None:  # otherwise a rank that copies to a full disk would be killed by SIGBUS
         fitting_on_disk(slots.nbytes, disk)
         for name, path in slots.paths[0].items():
-            descriptor = os.open(path, os.O_RDWR)
-            try:
+            with _on_disk(disk), open(path, "rb+") as file:
                 for start, stop in ranges[name]:
-                    os.posix_fallocate(descriptor, start, stop - start)
-            except OSError as error:
-                raise StorageError(f"slot_directory: {disk}: {explain(error)}") from error
-            finally:
-                os.close(descriptor)
+                    os.posix_fallocate(file.fileno(), start, stop - start)
 
 
 def give_back(files: SlotFiles, ranges: Ranges) -> None:
@@ -346,18 +330,6 @@ def give_back(files: SlotFiles, ranges: Ranges) -> None:
         for start, stop in spans:
             with suppress(OSError):  # on a filesystem without holes the pages stay
                 region.madvise(mmap.MADV_REMOVE, start, min(stop, len(region)) - start)
-
-
-def _slots_on_disk(
-    files: Mapping[str, TensorFile], ranges: Ranges, wanted: int, nbytes: int, disk: str
-) -> Slots:
-    try:
-        count = min(wanted, fitting_on_disk(nbytes, disk))
-        paths = [_anonymous_slot(files, ranges, disk) for _ in range(count)]
-    except OSError as error:
-        raise StorageError(f"slot_directory: {disk}: {explain(error)}") from error
-    note = f"{count} checkpoint slot(s) of {nbytes / 1e6:,.1f} MB in {disk}"
-    return Slots(paths, nbytes, note, lasting=False, resident=False)
 
 
 def _shared_slots(
@@ -384,8 +356,8 @@ def _shared_slots(
 def _anonymous_slot(
     files: Mapping[str, TensorFile], ranges: Ranges, disk: str | None, *, empty: bool = False
 ) -> dict[str, str]:
-    """Create unnamed files, in memory or on the disk of a directory. Other processes open them
-    through this process's /proc/<pid>/fd. The files end with this process."""
+    """Create unnamed files, in memory or on the disk of a directory, that end with this process.
+    Other processes open them through /proc/<pid>/fd."""
     paths = {}
     for name, of_file in ranges.items():
         if disk is None:
@@ -400,7 +372,7 @@ def _anonymous_slot(
 
 
 def close_slots(slots: Slots) -> None:
-    """Close the unnamed files of slots. Called in the process that created them."""
+    """Close the unnamed files of slots, in the process that created them."""
     if not slots.lasting:
         for paths in slots.paths:
             for path in paths.values():

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any
 
@@ -38,7 +39,6 @@ class Staging:
 
     Args:
         files: names of all files, in their order.
-        hurried: whether a save already waits for these slots.
     """
 
     def __init__(
@@ -63,7 +63,6 @@ class Staging:
         self._ends = [starts[stop] for _, stop in self._portions]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread: threading.Thread | None = None
-        """The copying thread, which ends after its last report."""
         self._copied = threading.Event()
         """Set while the tensors may change."""
         self._copied.set()
@@ -73,7 +72,6 @@ class Staging:
         self._pinned: list[int] = []
         """Addresses of memory that is pinned for the GPU."""
         self._stop_pinning = threading.Event()
-        """Set to make the pinning thread stop."""
         self.move(slots, hurried=hurried)
 
     @property
@@ -164,11 +162,9 @@ class Staging:
                         "guard the optimizer, or call wait_staged before changing it"
                     )
 
-        def numbers() -> NumberSummary:
-            return self._numbers(slot, finite)
-
         # Cleared here, not in the thread, as `wait` may be called before the thread begins.
         self._copied.clear()
+        numbers = partial(self._numbers, slot, finite)
         work = views, sources, left, written, copied, unchanged, numbers
         thread = threading.Thread(target=self._copy, args=work)
         thread.start()
@@ -238,7 +234,7 @@ class Staging:
 
 
 def _version(tensor: Tensor) -> int:
-    """Returns the number of in-place changes to a tensor and to views of its memory."""
+    # the number of in-place changes to a tensor and to views of its memory
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -290,7 +286,7 @@ class _Part:
 
 
 def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Returns elements `start` to `stop` in row-major order, flat. Copies no other elements."""
+    """Returns elements `start` to `stop` in row-major order, flat, without copying the others."""
     if tensor.is_contiguous():
         return tensor.view(-1)[start:stop]
     row = tensor.numel() // len(tensor)
@@ -312,21 +308,17 @@ def _bits(files: SlotFiles, piece: TensorPiece) -> NDArray[np.generic]:
     region = files.maps[piece.stored.file]
     whole = np.frombuffer(region, kind, count, piece.stored.begin).reshape(meta.shape)
     return whole[
-        tuple(
-            slice(start, start + length)
-            for start, length in zip(box.offset, box.shape, strict=True)
-        )
+        tuple(slice(at, at + length) for at, length in zip(box.offset, box.shape, strict=True))
     ]
 
 
 def _begin(piece: TensorPiece) -> int:
-    """Returns the offset in its file of a piece's first byte."""
+    """Returns the offset of a piece's first byte in its file."""
     return piece.stored.begin + next(extents_of(piece.stored.meta, piece.box)).offset
 
 
 def _parts(piece: TensorPiece) -> list[_Part]:
-    """Divide a piece into parts: several if it is contiguous and crosses multiples of
-    PORTION_BYTES."""
+    """Cut a piece into parts at multiples of PORTION_BYTES if it is contiguous."""
     start, whole = _begin(piece), _Part(piece, _begin(piece))
     cuts = _cut(start, start + whole.nbytes)
     strided = len(list(islice(extents_of(piece.stored.meta, piece.box), 2))) > 1
@@ -334,15 +326,13 @@ def _parts(piece: TensorPiece) -> list[_Part]:
 
 
 def _cut(start: int, stop: int) -> list[tuple[int, int]]:
-    """Returns (start, stop) of the parts of a range of a file, cut at multiples of
-    PORTION_BYTES."""
+    """Returns the parts of a range of a file, cut at multiples of PORTION_BYTES."""
     inner = range((start // PORTION_BYTES + 1) * PORTION_BYTES, stop, PORTION_BYTES)
     return list(pairwise([start, *inner, stop]))
 
 
 def _portions(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Group parts of these sizes (bytes) into ranges (first, stop) of about REPORT_BYTES. Returns
-    at least one range."""
+    """Group parts of these sizes (bytes) into one or more ranges of about REPORT_BYTES."""
     portions, first, held = [], 0, 0
     for number, size in enumerate(sizes):
         held += size

@@ -46,8 +46,6 @@ ALONE_SECONDS = 1.5
 """Seconds for which requests wait for a lost coordinator; then they are skipped. Rank 0 restarts
 the coordinator when it requests the same save. But if rank 0 already has its answer, its next
 request comes only after the ranks of this node have continued."""
-_scratch = threading.local()
-"""Connections of each thread to other nodes."""
 GIVEN_UP = "this node gave the save up when it lost the writer process of rank 0's node"
 
 
@@ -60,10 +58,8 @@ class Writer:
         # Registers the types of this storage with wire.py, so that they can be unpacked.
         storage_of(directory)
         self.loop = EventLoop()
-        self.call_at, self.acceptor = (
-            self.loop.call_at,
-            ConnectionAcceptor(setup.node, setup.secret, self._serve),
-        )
+        self.call_at, self.later = self.loop.call_at, self.loop.later
+        self.acceptor = ConnectionAcceptor(setup.node, setup.secret, self._serve)
         self.memory = NodeMemory(setup, str(directory), self.loop)
         # Many threads, as the coordinator limits how many grants are written at the same time.
         self._threads = ThreadPoolExecutor(64, "writer", give_way)
@@ -74,7 +70,7 @@ class Writer:
         self._peers: dict[int, Channel] = {}
         """Other node → its channel to the coordinator in this process."""
         self._addresses: Sequence[msg.Address] = ()
-        """Addresses of the writers of all nodes."""
+        self._pull = Puller((), setup.secret)
         self._current: SlotFilling | None = None
         """The running save."""
         self._waiting: set[int] = set()
@@ -102,22 +98,16 @@ class Writer:
                 directory, setup.options, len(setup.nodes), self, setup.voided
             )
 
-    # --- what the coordinator needs (Host) -------------------------------------------------------
+    # --- coordinator.CoordinatorHost -------------------------------------------------------------
 
     def send(self, node: int, message: msg.ToNode) -> None:
-        """Implements coordinator.CoordinatorHost."""
         if node == self.node:
             # queued instead of called, so that no handler runs inside another
             self.loop.put(lambda: self.on_coordinator(message))
         elif node in self._peers:
             send(self._peers[node], message)
 
-    def later(self, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """Implements coordinator.CoordinatorHost."""
-        self.loop.later(work, done)
-
     def drop(self, node: int) -> None:
-        """Implements coordinator.CoordinatorHost."""
         if node == self.node:
             self.loop.put(self._end)  # after the messages that are queued
         elif node in self._peers:
@@ -155,12 +145,6 @@ class Writer:
         finally:
             # through the loop, so that messages that came before the loss are handled first
             self.loop.put(lambda: lost(number, channel))
-
-    def _puller(self) -> Puller:
-        if not hasattr(_scratch, "puller"):
-            _scratch.puller = Puller(self._addresses, self.setup.secret)
-        puller: Puller = _scratch.puller
-        return puller
 
     # --- the coordinator and this node -----------------------------------------------------------
 
@@ -210,7 +194,6 @@ class Writer:
             )
 
     def lost_coordinator(self) -> None:
-        """Handle the loss of the coordinator, or a failed attempt to connect to a new one."""
         self._uplink, now = None, time.monotonic()
         self._alone_since = self._alone_since or now
         reason = "the writer process of rank 0's node is gone"
@@ -235,11 +218,8 @@ class Writer:
                 if self._current and self._current.key == key:
                     self._current.stopped = True
             case msg.CopySlot(source, key):
-                self.memory.keep_copy(
-                    message,
-                    self._puller,
-                    lambda: self._to_coordinator(msg.PeerCopyEnded(source, key)),
-                )
+                ended = msg.PeerCopyEnded(source, key)
+                self.memory.keep_copy(message, self._pull, lambda: self._to_coordinator(ended))
             case msg.SaveEnded(key, outcome):
                 # Otherwise the end of this save was handled before.
                 if self._current and self._current.key == key:
@@ -260,11 +240,9 @@ class Writer:
     def _on_answer(self, answer: msg.Answer) -> None:
         key = answer.key
         if key[1] <= self._answered:  # this request was answered before
-            if isinstance(answer, msg.SaveAdmitted) and (
-                self._current is None or self._current.key != key
-            ):
-                # The coordinator was restarted. This node gave the save up when it lost the
-                # coordinator before.
+            admitted = isinstance(answer, msg.SaveAdmitted)
+            if admitted and (self._current is None or self._current.key != key):
+                # This node gave the save up when it lost the coordinator that began it.
                 self._to_coordinator(msg.NodeCannotSave(key, msg.NodeSaveFailure(GIVEN_UP)))
             return
         self._answered = key[1]  # an answer that arrives again after a reconnect is ignored
@@ -315,7 +293,7 @@ class Writer:
             try:
                 checksums, nbytes = write_blocks(
                     blocks, plan, files, write.target,
-                    self._puller(), msg.SlotInUse(write.slot, key),
+                    self._pull, msg.SlotInUse(write.slot, key),
                     write.rate, lambda: current.stopped,
                 )  # fmt: skip
             except StoppedError:
@@ -339,10 +317,11 @@ class Writer:
         self._lost.discard(rank)
         match message:
             case msg.Addresses(addresses):
-                known, self._addresses = self._addresses, addresses
-                # on node 0 the coordinator is in this process
-                if self.node and not known:
-                    threading.Thread(target=self._join, daemon=True).start()
+                if not self._addresses:  # every rank sends the same addresses
+                    self._addresses = addresses
+                    self._pull = Puller(addresses, self.setup.secret)
+                    if self.node:  # on node 0 the coordinator is in this process
+                        threading.Thread(target=self._join, daemon=True).start()
             case msg.WantSlots():
                 self._on_want_slots(rank, message)
             case msg.SaveRequest():
@@ -398,8 +377,8 @@ class Writer:
         self._waiting.clear()
 
     def _on_begin(self, rank: int, begin: msg.SaveRequest) -> None:
-        """Handle a rank's request to save. The request of the node's first rank is sent to the
-        coordinator."""
+        """Handle a rank's request to save. Only that of the node's first rank goes to the
+        coordinator, as all ranks request the same save."""
         key = begin.key
         self._newest_request[rank] = key[1]
         if key[1] <= self.setup.voided:
@@ -410,7 +389,6 @@ class Writer:
                 send(self._connected[rank], message)
         if self._current and self._current.key[1] < key[1]:
             self._fail_without(rank)
-        # one request per node, as all its ranks request the same save
         if rank == self.ranks[0] and key[1] > self._answered:
             self._requests[key] = begin
             self._to_coordinator(begin)
@@ -482,7 +460,7 @@ class Writer:
 
     def _fail_if_absent(self, key: msg.Key) -> None:
         """Fail the save if a rank is not connected. A rank that could not reach this restarted
-        writer has abandoned the save; as it never was connected, `_lost_rank` is not called."""
+        writer has abandoned the save. It never was connected, so `_lost_rank` is not called."""
         if self._current and self._current.key == key:
             for rank in set(self.ranks) - set(self._connected):
                 self._fail_without(rank)
@@ -503,31 +481,9 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def serve(setup: msg.WriterSetup, ready: Callable[[msg.Address], None]) -> None:
-    """Run the writer process of a node; does not return.
-
-    Args:
-        ready: called with the address for other nodes once the process accepts connections.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the rank that started this process handles signals
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # So that connections to every node are possible.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    writer = Writer(setup)
-    writer.acceptor.listen(Listener(setup.address, "AF_UNIX", backlog=64))
-    # a job of one node opens no port to the network
-    here = ("", 0)
-    if len(setup.nodes) > 1:
-        listener = Listener((setup.host, setup.port), backlog=1024)
-        writer.acceptor.listen(listener)
-        here = setup.host, listener.address[1]
-    ready(here)
-    writer.loop.run()
-
-
 def main() -> None:
-    """Read a WriterSetup from standard input, write the TCP port to standard output, and serve."""
+    """Read a WriterSetup from standard input, write the TCP port to standard output once the
+    process accepts connections (0: no port), and serve."""
     size = int.from_bytes(sys.stdin.buffer.read(msg.SIZE_BYTES), "little")
     if not size:  # no save will take place, or the rank is dead
         return
@@ -535,12 +491,21 @@ def main() -> None:
     die_with(setup.parent)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     threading.current_thread().name = socket.gethostname()
-
-    def ready(here: msg.Address) -> None:
-        sys.stdout.write(f"{here[1]}\n")
-        sys.stdout.flush()
-
-    serve(setup, ready)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the rank that started this process handles signals
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # So that connections to every node are possible.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    writer = Writer(setup)
+    writer.acceptor.listen(Listener(setup.address, "AF_UNIX", backlog=64))
+    port = 0
+    if len(setup.nodes) > 1:  # a job of one node opens no port to the network
+        listener = Listener((setup.host, setup.port), backlog=1024)
+        writer.acceptor.listen(listener)
+        port = listener.address[1]
+    sys.stdout.write(f"{port}\n")
+    sys.stdout.flush()
+    writer.loop.run()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from checkpointing.format.plan import TensorPiece
 from checkpointing.format.sections import NumberSummary, by_section
 from checkpointing.format.tensors import as_bytes, box_view, local_tensor
 from checkpointing.ranks import RankGroup, failing_alike
-from checkpointing.save.planning import Planner, signatures
+from checkpointing.save.planning import SavePlanner, signatures
 from checkpointing.storage.place import Place
 from checkpointing.storage.source import StoredTensorReader, open_source
 
@@ -42,7 +42,7 @@ def digests_in_memory(
     """
     ranks, tensors = RankGroup(group), by_section(model, optimizer)
     with failing_alike():
-        plan = Planner(ranks, _ANY_SIZE).plan(signatures(model, optimizer), model, optimizer)
+        plan = SavePlanner(ranks, _ANY_SIZE).plan(signatures(model, optimizer), model, optimizer)
         parts = ranks.together(lambda: [*_told(_of_pieces(plan.pieces, tensors))])
     return _told(
         sum(

@@ -190,7 +190,7 @@ def test_who_falls_silent_is_not_waited_for(monkeypatch):
     with pytest.raises(StorageError, match=r"node 0 does not send its part of a: .*for too long"):
         list(puller(0, SlotInUse(0), "a", [(0, 1)]))
     thread.join(10)
-    with socket.socket(fileno=os.dup(welcomed[0].fileno())) as same:
+    with socket.socket(fileno=os.dup(welcomed[0]._connection.fileno())) as same:
         limit = same.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16)
         assert struct.unpack("ll", limit) == (SILENT_SECONDS, 0)
         assert same.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
