@@ -11,15 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from checkpointing.errors import StorageError, explain
+from checkpointing.save import messages as msg
 from checkpointing.save.channel import Channel, call
-from checkpointing.save.messages import (
-    SIZE_BYTES,
-    Address,
-    CallerGreeting,
-    FromRank,
-    ToRank,
-    WriterSetup,
-)
 from checkpointing.wire import pack
 
 logger = logging.getLogger(__name__)
@@ -102,7 +95,7 @@ class WriterLink:
     result of `launch` on the node's first rank and None on the others, ends with this object."""
 
     def __init__(
-        self, setup: WriterSetup, rank: int, process: "subprocess.Popen[bytes] | None"
+        self, setup: msg.WriterSetup, rank: int, process: "subprocess.Popen[bytes] | None"
     ) -> None:
         self._setup, self._rank, self._process = setup, rank, process
         self._connection: Channel | None = None
@@ -112,7 +105,7 @@ class WriterLink:
     def secret(self) -> bytes:
         return self._setup.secret
 
-    def start(self) -> Address:
+    def start(self) -> msg.Address:
         """Send the setup if this rank owns the process; returns the process's address for other
         nodes. On other ranks returns ("", 0)."""
         process = self._process
@@ -123,7 +116,7 @@ class WriterLink:
         setup = pack(replace(self._setup, parent=os.getpid()))
         with suppress(BrokenPipeError):  # the process has ended, so readline returns nothing
             # the size comes first: a forked child may keep the pipe open, without EOF
-            process.stdin.write(len(setup).to_bytes(SIZE_BYTES, "little") + setup)
+            process.stdin.write(len(setup).to_bytes(msg.SIZE_BYTES, "little") + setup)
             process.stdin.close()
         line = process.stdout.readline()
         if not line:
@@ -142,7 +135,7 @@ class WriterLink:
             try:
                 left = max(0.01, deadline - time.monotonic())
                 self._connection = call(self._setup.address, self._setup.secret, left)
-                self._connection.send(CallerGreeting("rank", self._rank))
+                self._connection.send(msg.CallerGreeting("rank", self._rank))
                 return
             except (OSError, EOFError) as error:
                 if time.monotonic() > deadline:
@@ -174,7 +167,7 @@ class WriterLink:
         # process now.
         self.connect(RESTART_SECONDS)
 
-    def send(self, message: FromRank) -> None:
+    def send(self, message: msg.FromRank) -> None:
         """Send a message. Raises WriterGoneError if there is no connection. Callable from any
         thread."""
         connection = self._connection
@@ -185,7 +178,7 @@ class WriterLink:
         except OSError as error:
             raise WriterGoneError(GONE) from error
 
-    def receive(self, seconds: float) -> ToRank | None:
+    def receive(self, seconds: float) -> msg.ToRank | None:
         """Returns the next message; None if none arrives within `seconds`. Raises WriterGoneError
         if there is no connection."""
         if self._connection is None:
@@ -194,7 +187,7 @@ class WriterLink:
             # a message that has begun to arrive is read completely, however long that takes
             if not self._connection.poll(seconds):
                 return None
-            message: ToRank = self._connection.recv()
+            message: msg.ToRank = self._connection.recv()
             return message
         except (OSError, EOFError) as error:
             self._connection = None

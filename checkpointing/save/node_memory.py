@@ -11,16 +11,8 @@ from functools import partial
 
 from checkpointing.errors import explain
 from checkpointing.format.sections import NumberSummary, PlanInput
+from checkpointing.save import messages as msg
 from checkpointing.save.blocks import NodePlan, plan_node
-from checkpointing.save.messages import (
-    CopySlot,
-    Key,
-    Manifest,
-    Position,
-    SaveAdmitted,
-    SlotInUse,
-    WriterSetup,
-)
 from checkpointing.save.peers import Pull, copy_slot, write_manifest
 from checkpointing.save.serving import EventLoop, give_way
 from checkpointing.save.slots import SlotFiles, Slots, close_slots, give_back, make_room, make_slots
@@ -37,12 +29,12 @@ NewSlots = tuple[NodePlan, LockedFolder | None, Slots]
 class SlotFilling:
     """A save whose tensors are being copied into a slot, or have been."""
 
-    key: Key
+    key: msg.Key
     slot: int
     state: str
     newest: int | None
     """Newest step in storage when the save began."""
-    staged: dict[int, Position] = field(default_factory=dict)
+    staged: dict[int, msg.Position] = field(default_factory=dict)
     """Rank → position up to which it has copied its pieces."""
     numbers: dict[int, NumberSummary] = field(default_factory=dict)
     """Rank that has copied everything → summary of the numbers."""
@@ -52,7 +44,7 @@ class SlotFilling:
 class NodeMemory:
     """A node's slots in its writer process. Methods run in the thread of the writer's loop."""
 
-    def __init__(self, setup: WriterSetup, directory: str, loop: EventLoop) -> None:
+    def __init__(self, setup: msg.WriterSetup, directory: str, loop: EventLoop) -> None:
         self._setup, self._directory, self._loop = setup, directory, loop
         self._ranks = setup.nodes[setup.node]
         self.plan: NodePlan | None = None
@@ -61,7 +53,7 @@ class NodeMemory:
         self.files: list[SlotFiles] = []
         self._filled: dict[int, SlotFilling] = {}
         """Slot → the last save copied into it, even if that has ended or failed."""
-        self._manifests: dict[str, Manifest] = {}
+        self._manifests: dict[str, msg.Manifest] = {}
         """Name of a slot, or of a copy of another node's slot → its valid manifest."""
         self.remembering = 0
         """Number of slots whose checksums are being computed."""
@@ -128,11 +120,11 @@ class NodeMemory:
     # --- filling ---------------------------------------------------------------------------------
 
     @property
-    def end(self) -> Position:
+    def end(self) -> msg.Position:
         """Position of a rank that has copied everything."""
         return (len(self.plan.files) if self.plan else 0), 0
 
-    def fill(self, go: SaveAdmitted) -> SlotFilling:
+    def fill(self, go: msg.SaveAdmitted) -> SlotFilling:
         """Begin to fill a slot, whose manifest becomes invalid. `make_room` must be called next."""
         # replaces the earlier save, so that a pull that names the earlier save is refused now
         filling = self._filled[go.slot] = SlotFilling(go.key, go.slot, go.state.decode(), go.newest)
@@ -159,10 +151,10 @@ class NodeMemory:
             if all(filled.staged.get(rank) == self.end or rank in lost for rank in self._ranks):
                 give_back(self.files[slot], plan.ranges)
 
-    def filling(self, key: Key) -> SlotFilling | None:
+    def filling(self, key: msg.Key) -> SlotFilling | None:
         return next((held for held in self._filled.values() if held.key == key), None)
 
-    def slot_of(self, slot: int, key: Key | None) -> SlotFiles:
+    def slot_of(self, slot: int, key: msg.Key | None) -> SlotFiles:
         """Returns the files of a slot in use. Raises EOFError if it does not hold the save `key`: a
         restarted process has lost the saves of its predecessor."""
         held = self._filled.get(slot)
@@ -172,7 +164,7 @@ class NodeMemory:
 
     # --- what outlives the process ---------------------------------------------------------------
 
-    def remember(self, filling: SlotFilling, done: Callable[[Manifest | None], None]) -> None:
+    def remember(self, filling: SlotFilling, done: Callable[[msg.Manifest | None], None]) -> None:
         """Compute the checksums of a complete slot and write its manifest, so that a restart may
         use it. Calls done(manifest), or done(None) if a restart cannot use the slot."""
         plan, folder, files = self.plan, self._folder, self.files[filling.slot]
@@ -190,7 +182,7 @@ class NodeMemory:
             if isinstance(checksums, Exception):
                 error = checksums
             else:
-                manifest = Manifest(
+                manifest = msg.Manifest(
                     # The secret is new at each start and equal on all nodes; so is its digest.
                     hashlib.sha256(self._setup.secret).hexdigest()[:16],
                     filling.key[0], filling.newest, tensors,
@@ -213,7 +205,7 @@ class NodeMemory:
         self.remembering += 1
         self._loop.later(lambda: files.checksums(exact, threads), checked)
 
-    def keep_copy(self, copy: CopySlot, pull: Pull, done: Callable[[], None]) -> None:
+    def keep_copy(self, copy: msg.CopySlot, pull: Pull, done: Callable[[], None]) -> None:
         """Copy another node's slot in another thread, then call done(), even if that failed."""
         folder, name = self._folder, f"peer-{copy.source}-{copy.slot}"
         if folder is None:
@@ -232,7 +224,7 @@ class NodeMemory:
             done()
 
         def work() -> None:
-            fetch = partial(pull, copy.source, SlotInUse(copy.slot))
+            fetch = partial(pull, copy.source, msg.SlotInUse(copy.slot))
             copy_slot(folder.path, name, copy.manifest, fetch, self._setup.run)
 
         self._loop.later(work, copied)

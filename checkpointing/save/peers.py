@@ -20,16 +20,8 @@ from pathlib import Path
 from isal.isal_zlib import crc32
 
 from checkpointing.errors import StorageError, explain
+from checkpointing.save import messages as msg
 from checkpointing.save.channel import SILENT_SECONDS, Channel, call
-from checkpointing.save.messages import (
-    CallerGreeting,
-    Fetch,
-    Key,
-    LeftoverAddress,
-    Manifest,
-    Slot,
-    SlotInUse,
-)
 from checkpointing.save.slots import SlotFiles, fitting, portions
 from checkpointing.storage import folders
 
@@ -39,7 +31,7 @@ logger = logging.getLogger(__name__)
 # --- manifests ------------------------------------------------------------------------------------
 
 
-def write_manifest(folder: Path, slot: str, manifest: Manifest | None, token: str) -> None:
+def write_manifest(folder: Path, slot: str, manifest: msg.Manifest | None, token: str) -> None:
     """Write the manifest of a slot. None removes it, so that no restart uses the slot."""
     path = folder / f"{slot}.manifest"
     if manifest is None:
@@ -52,7 +44,7 @@ def write_manifest(folder: Path, slot: str, manifest: Manifest | None, token: st
     os.replace(aside, path)
 
 
-def read_manifest(path: Path, token: str) -> Manifest | None:
+def read_manifest(path: Path, token: str) -> msg.Manifest | None:
     """Returns a slot's manifest; None if it is missing, damaged, or of another run."""
     try:
         mac, _, body = path.read_bytes().partition(b"\n")
@@ -64,7 +56,7 @@ def read_manifest(path: Path, token: str) -> Manifest | None:
             file: [(start, stop) for start, stop in of_file]
             for file, of_file in found["ranges"].items()
         }
-        return Manifest(**found)
+        return msg.Manifest(**found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -76,7 +68,7 @@ def _mac(body: bytes, token: str) -> bytes:
 def copy_slot(
     folder: Path,
     name: str,
-    manifest: Manifest,
+    manifest: msg.Manifest,
     pull: Callable[[str, list[tuple[int, int]]], Generator[bytes]],
     token: str,
 ) -> None:
@@ -132,7 +124,7 @@ BUNDLE_BYTES = 1 << 20
 """Largest number of bytes of ranges that are sent as one message. A shard of many tensors has many
 ranges, and each message costs a MAC and two system calls on either side."""
 
-Pull = Callable[[int, Slot, str, Sequence[tuple[int, int]]], Generator[bytes]]
+Pull = Callable[[int, msg.Slot, str, Sequence[tuple[int, int]]], Generator[bytes]]
 """(node, slot, file, ranges) → the bytes of each range; see Puller."""
 
 
@@ -151,7 +143,7 @@ class Puller:
         return connections
 
     def __call__(
-        self, node: int, slot: Slot, file: str, ranges: Sequence[tuple[int, int]]
+        self, node: int, slot: msg.Slot, file: str, ranges: Sequence[tuple[int, int]]
     ) -> Generator[bytes]:
         """Yields the bytes of each range (start, stop). Closing the generator early closes the
         connection, as the remaining bytes have been sent already. Raises StorageError if `node`
@@ -161,7 +153,7 @@ class Puller:
         while left:
             try:
                 connection = self._connection(node)
-                connection.send(Fetch(slot, file, left))
+                connection.send(msg.Fetch(slot, file, left))
                 for bundle in bundles(tuple(left)):
                     data, at = connection.recv_bytes(), 0
                     for start, stop in bundle:
@@ -186,12 +178,12 @@ class Puller:
             connection = self._connections[node] = call(self._addresses[node], self._secret)
             # A machine that has failed does not close its connections, so limit the wait.
             connection.limit(SILENT_SECONDS)
-            connection.send(CallerGreeting("pull", node))
+            connection.send(msg.CallerGreeting("pull", node))
         return self._connections[node]
 
 
 def serve_pulls(
-    connection: Channel, slots: Callable[[int, Key | None], SlotFiles], run: str
+    connection: Channel, slots: Callable[[int, msg.Key | None], SlotFiles], run: str
 ) -> None:
     """Answer a Puller. Raises EOFError or OSError when it disconnects, or requests a slot that does
     not exist.
@@ -202,12 +194,12 @@ def serve_pulls(
     """
     left: dict[str, SlotFiles] = {}
     while True:
-        wanted: Fetch = connection.recv()
+        wanted: msg.Fetch = connection.recv()
         file = wanted.file
         match wanted.slot:
-            case SlotInUse(number, key):
+            case msg.SlotInUse(number, key):
                 files = slots(number, key)
-            case LeftoverAddress(folder):
+            case msg.LeftoverAddress(folder):
                 path = f"{folder}/{file}"
                 # Opened once, as a load reads many ranges of each file.
                 if path not in left:

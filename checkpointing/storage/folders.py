@@ -43,23 +43,19 @@ class LockedFolder:
     """Descriptor that holds the lock."""
 
     def close(self) -> None:
-        """Unlock the folder. Its contents stay."""
         os.close(self.lock)
 
 
 def run_id(directory: str) -> str:
-    """Returns the identifier in the names of a run's folders: a digest of its checkpoint directory,
-    with links resolved; a URL is used unchanged."""
+    """Returns the identifier in the names of a run's folders: a digest of its checkpoint directory
+    without links, or of its URL."""
     place = directory if "://" in directory else os.path.realpath(directory)
     return hashlib.sha256(place.encode()).hexdigest()[:12]
 
 
 def make(directory: str) -> LockedFolder:
-    """Create a folder for the run with this checkpoint directory.
-
-    Raises:
-        OSError: shared memory is full, missing or not writable.
-    """
+    """Create a folder for the run with this checkpoint directory. Raises OSError if shared memory
+    is full, missing or not writable."""
     mode = stat.S_IMODE(SHARED_MEMORY.stat().st_mode)
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         try:
@@ -128,21 +124,18 @@ def memory_folders(directory: str) -> Iterator[Path]:
 def _name_stranger(path: Path, user: int) -> None:
     logger.warning(
         "%s (of user %d) is not closed to others: somebody else may have put it there for this run "
-        "to find. It is neither read nor deleted",
-        path,
-        user,
-    )
+        "to find. It is neither read nor deleted", path, user,
+    )  # fmt: skip
 
 
 def living_folders(directory: str) -> list[Path]:
-    return [path for path in memory_folders(directory) if _is_used(path)]
+    def is_used(path: Path) -> bool:
+        folder = hold(path, to_read=True)
+        if folder:
+            folder.close()
+        return folder is None
 
-
-def _is_used(path: Path) -> bool:
-    folder = hold(path, to_read=True)
-    if folder:
-        folder.close()
-    return folder is None
+    return [path for path in memory_folders(directory) if is_used(path)]
 
 
 def forget(folder: LockedFolder) -> None:

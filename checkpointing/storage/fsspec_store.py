@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from textwrap import shorten
 from typing import Any, Self, TypeVar
 
@@ -93,9 +94,8 @@ class FsspecStore:
 
     def read_into(self, path: ObjectPath, buffers: Sequence[memoryview], offset: int) -> None:
         stop = offset + sum(map(len, buffers))
-        data = memoryview(
-            self._retrying(path, lambda: self._files.cat_file(_name(path), start=offset, end=stop))
-        )
+        cat = partial(self._files.cat_file, _name(path), start=offset, end=stop)
+        data = memoryview(self._retrying(path, cat))
         for buffer in buffers:
             buffer[:], data = data[: len(buffer)], data[len(buffer) :]
 
@@ -116,7 +116,6 @@ class FsspecStore:
                 raise
 
     def delete(self, paths: Sequence[ObjectPath]) -> None:
-
         def remove(path: ObjectPath) -> None:
             with suppress(FileNotFoundError):
                 self._retrying(path, lambda: self._files.rm_file(_name(path)))
@@ -128,10 +127,9 @@ class FsspecStore:
         return ["" for _ in sizes]
 
     def open_upload(self, path: ObjectPath, token: str, size: int) -> "StreamWriter":
-        file = self._retrying(
-            path, lambda: self._files.open(_name(path), "xb", block_size=BLOCK_BYTES)
-        )
-        return StreamWriter(file, path)
+        name = _name(path)
+        begin = partial(self._files.open, name, "xb", block_size=BLOCK_BYTES)
+        return StreamWriter(self._retrying(path, begin), path)
 
     def uploads(self, path: ObjectPath) -> list[Upload]:
         """Returns an empty list, as fsspec cannot list uploads. Stores drop unfinished uploads."""
@@ -204,7 +202,6 @@ class StreamWriter:
 
 
 def _open(protocol: str) -> Any:
-    """Returns fsspec's client for a protocol."""
     # a cached listing would hide steps that other processes write
     options: dict[str, Any] = {"use_listings_cache": False}
     if protocol in GOOGLE:

@@ -13,15 +13,13 @@ from checkpointing.storage.place import ObjectPath, P, Place
 
 
 class Stat(Protocol):
-    """Size and time of a file, named as in os.stat_result."""
+    """Size (bytes) and time (Unix time) of a file, named as in os.stat_result."""
 
     @property
-    def st_size(self) -> int:
-        """Size in bytes."""
+    def st_size(self) -> int: ...
 
     @property
-    def st_mtime(self) -> float:
-        """Unix time."""
+    def st_mtime(self) -> float: ...
 
 
 class StoredFile(Protocol):
@@ -110,43 +108,23 @@ class Storage(Protocol[P]):
         """Open a file for reading. Errors inside the block name the file."""
 
     def read(self, path: P, most: int | None = None, *, follow: bool = True) -> bytes:
-        """Returns all bytes of a small file.
-
-        Args:
-            most: largest accepted size in bytes; None: any.
-            follow: whether a link is followed; if not, it is an error.
-
-        Raises:
-            OSError: the file cannot be read, or is larger than `most`.
-        """
+        """Returns all bytes of a small file. Raises OSError if the file cannot be read, has more
+        than `most` bytes, or is a link and `follow` is false."""
 
     def read_private(self, path: P) -> bytes:
-        """Returns the contents of a small secret file, of which a filesystem reads 65 bytes at
-        most. Returns b"" if another user could read the file, which is not checked in an object
-        store."""
+        """Returns the contents of a small secret file, of a filesystem at most 65 bytes. Returns
+        b"" if another user could read the file, which is not checked in an object store."""
 
     def own_size(self, directory: P, name: str) -> int:
-        """Returns the size in bytes of a regular file in the directory itself, not behind a link.
-
-        Raises:
-            FileNotFoundError: the file is missing.
-            OSError: the file is a link, or not regular.
-        """
+        """Returns the size in bytes of a regular file in the directory itself. Raises
+        FileNotFoundError if it is missing, and OSError if it is a link, or not regular."""
 
     def sizes(self, directory: P, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """Yields (name, size in bytes) of files in the given order.
-
-        Raises:
-            FileNotFoundError: a file is missing.
-            OSError: a file is a link, or not regular.
-        """
+        """Yields (name, `own_size`) of files in the given order."""
 
     def create(self, path: P, data: bytes, mode: int = 0o666) -> None:
-        """Create a small file, durable on return. A power cut before that may leave it empty.
-
-        Raises:
-            FileExistsError: the file exists.
-        """
+        """Create a small file, durable on return; raises FileExistsError if it exists. A power cut
+        before the return may leave it empty."""
 
     def remove(self, path: P) -> None: ...
 
@@ -176,15 +154,12 @@ class Storage(Protocol[P]):
 
     def delete_step(self, step: P) -> None:
         """Delete a step so that no reader sees half of it. After a crash or an error, `collect`
-        deletes what is left. A link, or a step of a user who is not trusted, is renamed instead."""
+        deletes what is left. A link, or a step of an untrusted user, is renamed instead."""
 
     def collect(self, directory: P, lost: Collection[str] = ()) -> None:
-        """Remove unfinished steps and deletions of dead processes, and finish failed deletions of
-        this process. Never touches a committed step.
-
-        Args:
-            lost: owners, dead or alive, that may no longer write to `directory`.
-        """
+        """Remove unfinished steps and deletions of dead processes and of the owners `lost`, who may
+        no longer write to `directory`. Finish failed deletions of this process. Never touches a
+        committed step."""
 
     def reading_lock(self, step: P) -> AbstractContextManager[None]:
         """Keep retention from deleting a step during the block. See `steps.reading_lock`."""
@@ -199,12 +174,10 @@ class Storage(Protocol[P]):
 
 @dataclass(frozen=True)
 class ObjectStat:
-    """Size and time of an object; implements Stat."""
+    """Size (bytes) and time (Unix time) of an object; implements Stat."""
 
     st_size: int
-    """Size in bytes."""
     st_mtime: float
-    """Unix time."""
 
 
 @dataclass(frozen=True)
@@ -254,21 +227,18 @@ class ObjectStore(Protocol):
         """Create or replace an object."""
 
     def write_new(self, path: ObjectPath, data: bytes) -> None:
-        """Create an object, by an atomic operation of the store.
-
-        Raises:
-            FileExistsError: the object exists with other bytes.
-        """
+        """Create an object, by an atomic operation of the store. Raises FileExistsError if it
+        exists with other bytes."""
 
     def delete(self, paths: Sequence[ObjectPath]) -> None:
-        """Delete objects. A missing object is no error."""
+        """Delete objects; those that do not exist are no error."""
 
     def begin_uploads(self, sizes: Sequence[tuple[ObjectPath, int]]) -> list[str]:
         """Returns tokens of new uploads for objects of the given sizes."""
 
     def open_upload(self, path: ObjectPath, token: str, size: int) -> FileWriter:
-        """Returns a writer for an upload that this or another process has begun. `size`: of the
-        whole object, in bytes."""
+        """Returns a writer for an upload, begun by this or another process, of an object of `size`
+        bytes."""
 
     def uploads(self, path: ObjectPath) -> list[Upload]:
         """Returns the uploads below a directory that were neither finished nor aborted."""

@@ -23,21 +23,17 @@ logger = logging.getLogger(__name__)
 
 # --- clients --------------------------------------------------------------------------------------
 
-
 _PACKAGES = {
-    **dict.fromkeys(("s3", "s3a"), "boto3"),
-    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
-    **dict.fromkeys(("az", "abfs", "abfss"), "adlfs"),
+    **dict.fromkeys(("s3", "s3a"), ("boto3", "'perdure[s3]'")),
+    **dict.fromkeys(("gs", "gcs"), ("gcsfs", "'perdure[gs]'")),
+    **dict.fromkeys(("az", "abfs", "abfss"), ("adlfs", "'perdure[az]'")),
 }
-"""Protocol → the package that its client needs."""
+"""Protocol → (package that its client needs, what pip installs)."""
 
 
 def store_of(path: ObjectPath) -> ObjectStore:
-    """Returns this process's client for the store of a path, creating it at the first call.
-
-    Raises:
-        StorageError: a package is not installed; the message names it.
-    """
+    """Returns this process's client for the store of a path, creating it at the first call. Raises
+    StorageError if a package is not installed."""
     # one client per process, as connections and threads of a client do not survive a fork
     return _store(path.protocol, os.getpid())
 
@@ -53,11 +49,9 @@ def _store(protocol: str, process: int) -> ObjectStore:
 
         return FsspecStore(protocol)
     except ImportError as error:
-        package = _PACKAGES.get(protocol, error.name)
-        wanted = {"boto3": "'perdure[s3]'", "gcsfs": "'perdure[gs]'", "adlfs": "'perdure[az]'"}
+        package, wanted = _PACKAGES.get(protocol, (error.name, error.name))
         raise StorageError(
-            f"{protocol}:// needs {package}, which is not installed: pip install "
-            f"{wanted.get(str(package), package)}"
+            f"{protocol}:// needs {package}, which is not installed: pip install {wanted}"
         ) from error
 
 
@@ -83,15 +77,11 @@ class NewObjectStep:
 
     @staticmethod
     def of(final: ObjectPath) -> "NewObjectStep":
-        """Returns a step for this process to write."""
         return NewObjectStep(final, final.with_name(f"{final.name}.tmp-{owner()}"))
 
     def begin(self, files: Sequence[TensorFile]) -> None:
         """Take the step over, remove objects and uploads of earlier writers, and begin all uploads.
-
-        Raises:
-            StorageError: the step is committed, or another process of this machine is writing it.
-        """
+        Raises StorageError if the step is committed, or another process here is writing it."""
         store = store_of(self.final)
         if store.find(self.final / COMMIT_RECORD) is not None:
             raise StorageError(f"{self.final} is committed already")
@@ -118,11 +108,8 @@ class NewObjectStep:
     def commit(
         self, files: Sequence[TensorFile], small: Mapping[str, bytes], record: bytes
     ) -> None:
-        """Make the step a checkpoint.
-
-        Raises:
-            StorageError: another process has taken over or committed this step.
-        """
+        """Make the step a checkpoint. Raises StorageError if another process has taken it over or
+        committed it."""
         store = store_of(self.final)
         found = store.walk(self.final)
         for file in files:
@@ -204,7 +191,7 @@ class ObjectStorage:
         return self.stat(directory / name).st_size
 
     def sizes(self, directory: ObjectPath, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """Yields (name, size in bytes), by one request per thousand files."""
+        # one request per thousand files
         found = store_of(directory).walk(directory)
         for name in names:
             yield name, (found.get(name) or self.stat(directory / name)).st_size
@@ -216,7 +203,6 @@ class ObjectStorage:
         store_of(path).delete([path])
 
     def append(self, path: ObjectPath, data: bytes) -> None:
-        """Rewrite the object with `data` appended, as objects cannot grow."""
         store = store_of(path)
         before = store.read(path) if store.find(path) else b""
         store.write(path, before + data)
@@ -242,19 +228,17 @@ class ObjectStorage:
         return NewObjectStep.of(final)
 
     def delete_step(self, step: ObjectPath) -> None:
-        """Delete a step, its commit record first, so that no checkpoint ever lacks files."""
         store = store_of(step)
         record = step / COMMIT_RECORD
         if store.find(record) is None:
             return
         marker = step.with_name(f"{step.name}.trash-{owner()}")
         store.write(marker, b"")
-        store.delete([record])  # from here on the step is no checkpoint
+        store.delete([record])  # first, so that no checkpoint ever lacks files
         _remove(step, ())
         store.delete([marker])
 
     def collect(self, directory: ObjectPath, lost: Collection[str] = ()) -> None:
-        """Remove unfinished steps of dead processes, and abort their uploads."""
         store = store_of(directory)
         children = store.children(directory)
         markers = _markers(children)
@@ -298,7 +282,6 @@ class ObjectFile:
         self._path, self.size = path, size
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill `buffers` in turn, from `offset` on; returns the number of bytes read."""
         left = wanted = max(0, min(sum(map(len, buffers)), self.size - offset))
         parts = []
         for buffer in buffers:

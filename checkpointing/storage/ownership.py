@@ -42,15 +42,14 @@ _OWNER = re.compile(r".*-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)")
 
 
 def owner(pid: int | None = None) -> str:
-    """Returns the identity of a living process (default: this one) for file names, see [Note:
-    owner]."""
+    """Returns the identity of a living process (default: this one), see [Note: owner]."""
     host, pid = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname()), pid or os.getpid()
     return f"{host}-{machine()}-{pid}-{_start_time(pid)}"
 
 
 def is_alive(name: str) -> bool | None:
-    """Whether the owner at the end of a name lives; None if the owner is on another machine, or the
-    name contains no owner."""
+    """Whether the owner at the end of a name lives; None if it is on another machine, or the name
+    contains no owner."""
     match = _OWNER.fullmatch(name)
     if match is None or match["machine"] != machine():
         return None
@@ -125,11 +124,7 @@ def keep_to(directory: Place, names: Sequence[str | int]) -> None:
 
 
 def require_own_link(directory: Path) -> None:
-    """Refuse a checkpoint directory that another user has made a link.
-
-    Raises:
-        PermissionError: the directory is a link of a user who is not trusted.
-    """
+    """Raises PermissionError if another user has made a checkpoint directory a link."""
     rule = _rules.get(directory)
     with suppress(FileNotFoundError):
         found = os.lstat(directory)
@@ -152,13 +147,8 @@ def is_foreign(step: Path) -> bool:
 
 
 def open_to_read(path: Path, flags: int) -> int:
-    """Like os.open(path, flags), but inside a step refuse links, and files of users whom the
-    checkpoint directory does not trust.
-
-    Raises:
-        UnreadableCheckpoint: the file is a link, or was written by a user who is not trusted.
-        OSError: the file cannot be opened.
-    """
+    """Like os.open(path, flags), but inside a step raise UnreadableCheckpoint for links, and for
+    files of users whom the checkpoint directory does not trust."""
     found = next(((root, rule) for root, rule in _rules.items() if root in path.parents), None)
     parts = path.relative_to(found[0]).parts if found else ()
     if not found or len(parts) < 2 or (step := parse_step(parts[0])) is None:

@@ -40,11 +40,7 @@ class ObjectPath:
 
     @staticmethod
     def of(url: str) -> "ObjectPath":
-        """Parses "s3://bucket/some/folder".
-
-        Raises:
-            StorageError: there is no bucket.
-        """
+        """Parses "s3://bucket/some/folder". Raises StorageError if there is no bucket."""
         protocol, _, rest = url.partition("://")
         bucket, _, key = rest.partition("/")
         if not bucket:
@@ -78,22 +74,16 @@ register(ObjectPath)
 
 
 def location(text: str | Place) -> Place:
-    """Returns the place that a path or URL ("s3://bucket/folder") names.
-
-    Raises:
-        StorageError: a URL contains no bucket.
-    """
+    """Returns the place that a path or URL ("s3://bucket/folder") names. Raises StorageError if a
+    URL contains no bucket."""
     if not isinstance(text, str):
         return text
     return ObjectPath.of(text) if "://" in text else Path(text)
 
 
 def local(text: str | Place) -> Path:
-    """Returns the path of a directory on a filesystem.
-
-    Raises:
-        StorageError: the directory is in an object store.
-    """
+    """Returns the path of a directory on a filesystem. Raises StorageError if it is in an object
+    store."""
     place = location(text)
     if not isinstance(place, Path):
         raise StorageError(f"{place}: is in an object store; give a directory on a filesystem")

@@ -19,7 +19,7 @@ import stat
 import struct
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,10 @@ from checkpointing.storage.ownership import TrustedUsers, open_to_read
 
 logger = logging.getLogger(__name__)
 
-
-TRANSIENT = frozenset(
-    {
-        errno.EIO,
-        errno.ESTALE,
-        errno.EAGAIN,
-        errno.EINTR,
-        errno.EBUSY,
-        errno.ETIMEDOUT,
-        errno.ECONNRESET,
-        errno.ECONNABORTED,
-        errno.EHOSTUNREACH,
-        errno.ENETUNREACH,
-    }
-)
+TRANSIENT = frozenset({
+    errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT,
+    errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH,
+})  # fmt: skip
 """Errors of shared storage while it fails over. A retry cures no other error (no space, quota,
 read-only, permission, …)."""
 
@@ -82,13 +71,8 @@ def retrying(call: Callable[..., Any], *arguments: Any) -> Any:
 def opened(
     path: Path, flags: int, mode: int = 0o666, by: Callable[..., int] = os.open
 ) -> Iterator[int]:
-    """Yields a file descriptor; errors in the block name the file.
-
-    Args:
-        flags: flags of os.open.
-        mode: mode of a new file, before the umask.
-        by: function that opens the file, called like os.open.
-    """
+    """Yields the descriptor of by(path, flags, mode), a function like os.open; errors in the block
+    name the file. `mode` of a new file is before the umask."""
     descriptor = retrying(by, path, flags, mode)
     try:
         yield descriptor
@@ -101,22 +85,25 @@ def opened(
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all bytes of `data` at `offset`."""
     while data:
         written = retrying(os.pwrite, descriptor, data, offset)
         data, offset = data[written:], offset + written
 
 
-def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Fill `buffer`, from `offset` on. Returns the number of bytes read, which is smaller at the
-    end of the file."""
-    done = 0
-    while done < len(buffer):
-        # preadv may read fewer bytes than asked.
-        count = retrying(os.preadv, descriptor, [buffer[done:]], offset + done)
+def read_at(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Fill `buffers` in turn, from `offset` on. Returns the number of bytes read, which is smaller
+    at the end of the file."""
+    rest, done = list(buffers), 0
+    while rest:
+        count = retrying(os.preadv, descriptor, rest[:_MOST_BUFFERS], offset + done)
         if count == 0:
             break
         done += count
+        # a read may end inside a buffer
+        while rest and count >= len(rest[0]):
+            count -= len(rest.pop(0))
+        if count:
+            rest[0] = rest[0][count:]
     return done
 
 
@@ -149,18 +136,7 @@ class PosixFile:
         self.size = os.fstat(descriptor).st_size
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        rest, done = list(buffers), 0
-        while rest:
-            count = retrying(os.preadv, self._descriptor, rest[:_MOST_BUFFERS], offset + done)
-            if count == 0:
-                break
-            done += count
-            # a read may end inside a buffer
-            while rest and count >= len(rest[0]):
-                count -= len(rest.pop(0))
-            if count:
-                rest[0] = rest[0][count:]
-        return done
+        return read_at(self._descriptor, buffers, offset)
 
 
 def make_directory(path: Path) -> None:
@@ -179,11 +155,8 @@ def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append to a file of a trusted user, or create it.
-
-    Raises:
-        OSError: the file is a link, belongs to another user, or cannot be written.
-    """
+    """Append to a file of a trusted user, or create it. Raises OSError if the file is a link,
+    belongs to another user, or cannot be written."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with opened(path, flags) as descriptor:
         found = os.fstat(descriptor)
@@ -216,10 +189,8 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Make a file's contents durable.
-
-    Never retried: after a failed fsync Linux drops the dirty pages, and a second fsync would report
-    success without the data."""
+    """Make a file's contents durable. Never retried: after a failed fsync Linux drops the dirty
+    pages, and a second fsync would report success without the data."""
     os.fsync(descriptor)
 
 
@@ -292,30 +263,26 @@ _FLOCK = "hhqqi"
 """Format of struct flock: type, whence, start, length, process."""
 
 
-def open_lock(directory: Path, *, make: bool) -> int | None:
-    """Returns a descriptor of the lock file; None if this user cannot have a private one."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        descriptor = os.open(directory / LOCK_FILE, flags | (os.O_CREAT if make else 0), 0o600)
-    except OSError:  # the file is another user's, missing, or in a directory that is not writable
-        return None
-    found = os.fstat(descriptor)
-    if found.st_mode & 0o077 or found.st_uid not in TrustedUsers((), directory):
-        os.close(descriptor)  # another user could hold a lock on the file for ever
-        return None
-    return descriptor
-
-
-def make_lock(directory: Path) -> None:
-    """Create the lock file of a checkpoint directory, which readers cannot create themselves."""
-    descriptor = open_lock(directory, make=True)
-    if descriptor is not None:
-        os.close(descriptor)
+@contextmanager
+def lock_file(directory: Path, *, make: bool) -> Iterator[int | None]:
+    """Yields a descriptor of the lock file of a checkpoint directory; None if this user cannot have
+    a private one. Readers cannot `make` it."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT if make else 0)
+    with ExitStack() as stack:
+        descriptor = None
+        # fails if the file is another user's, missing, or in a directory that is not writable
+        with suppress(OSError):
+            descriptor = os.open(directory / LOCK_FILE, flags, 0o600)
+            stack.callback(os.close, descriptor)
+            found = os.fstat(descriptor)
+            # another user could hold a lock on a file that is not private for ever
+            if found.st_mode & 0o077 or found.st_uid not in TrustedUsers((), directory):
+                descriptor = None
+        yield descriptor
 
 
 def try_lock(descriptor: int | None, step: Path, *, alone: bool) -> bool:
-    """Lock a step, shared or, with `alone`, exclusively. Returns whether that succeeded; True if
-    there are no locks."""
+    """Lock a step, shared or, with `alone`, exclusively. Returns whether that succeeded."""
     number = parse_step(step.name)
     if descriptor is None or number is None:
         return True  # locks are best effort: without them readers continue

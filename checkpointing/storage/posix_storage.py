@@ -28,6 +28,7 @@ from typing import Self
 from checkpointing.errors import DamagedCheckpoint, StorageError, explain, reading
 from checkpointing.format.layout import COMMIT_RECORD, LATEST, OPTIMIZER, TensorFile, parse_step
 from checkpointing.format.untrusted import printable
+from checkpointing.storage import posix
 from checkpointing.storage.folders import is_private
 from checkpointing.storage.ownership import (
     TrustedUsers,
@@ -37,29 +38,6 @@ from checkpointing.storage.ownership import (
     lets_group_write,
     owner,
     require_own_link,
-)
-from checkpointing.storage.posix import (
-    LOCK_SECONDS,
-    PREALLOCATING,
-    PosixFile,
-    append,
-    filesystem,
-    make_directory,
-    make_lock,
-    open_lock,
-    opened,
-    read_at,
-    regular,
-    replace_file,
-    require_regular,
-    retrying,
-    stripe,
-    sync,
-    sync_directory,
-    try_lock,
-    write_at,
-    write_file,
-    write_files,
 )
 from checkpointing.wire import register
 
@@ -81,8 +59,8 @@ class NewPosixStep:
 
     @staticmethod
     def of(final: Path) -> "NewPosixStep":
-        """Returns a step for this process to write. Its temporary name is new at each call, so that
-        late writers of a failed save of the same step do not touch it."""
+        """Returns a step with a temporary name that is new at each call, so that late writers of a
+        failed save of the same step do not touch it."""
         name = f"{final.name}.tmp-{next(_numbers)}-{owner()}"
         return NewPosixStep(final, final.with_name(name))
 
@@ -90,19 +68,22 @@ class NewPosixStep:
         """Create the directory, closed to other users, and every tensor file with its final size.
         Only the coordinator creates files, so that a single client loads the metadata server."""
         shutil.rmtree(self.tmp, ignore_errors=True)  # a failed attempt of this process may leave it
-        make_directory(self.tmp.parent)
-        make_lock(self.tmp.parent)
+        posix.make_directory(self.tmp.parent)
+        with posix.lock_file(self.tmp.parent, make=True):  # for readers, who cannot create it
+            pass
         self.tmp.mkdir(mode=0o700)
-        kind = filesystem(self.tmp)
+        kind = posix.filesystem(self.tmp)
         if kind == "lustre":
-            stripe(self.tmp)
+            posix.stripe(self.tmp)
         new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with _inside(self.tmp) as folder:
             (folder / OPTIMIZER.folder).mkdir(mode=self._mode | 0o111)
             for file in files:
-                with opened(folder / file.name, new, self._mode) as descriptor:
-                    if kind in PREALLOCATING:  # so that a full disk fails here, before any write
-                        retrying(os.posix_fallocate, descriptor, 0, file.size)
+                with posix.opened(folder / file.name, new, self._mode) as descriptor:
+                    if (
+                        kind in posix.PREALLOCATING
+                    ):  # so that a full disk fails here, before any write
+                        posix.retrying(os.posix_fallocate, descriptor, 0, file.size)
                     os.ftruncate(descriptor, file.size)  # so that writers may write in any order
 
     @property
@@ -111,7 +92,6 @@ class NewPosixStep:
         return 0o666 if lets_group_write(self.final.parent) else 0o644
 
     def writer(self, file: str, size: int) -> "PosixWriter":
-        """Open a file that `begin` created."""
         return PosixWriter(self.tmp, file, size)
 
     def commit(
@@ -126,15 +106,15 @@ class NewPosixStep:
                     raise StorageError(
                         f"{self.tmp / file.name}: has {size} bytes, {file.size} were written"
                     )
-            write_files(folder, {**small, COMMIT_RECORD: record}, self._mode)
+            posix.write_files(folder, {**small, COMMIT_RECORD: record}, self._mode)
             # The step gets the mode that the kernel gave to the inner folder, by umask and group.
             folder.chmod(stat.S_IMODE((folder / OPTIMIZER.folder).stat().st_mode))
             # This rename is the commit: readers see the whole step or nothing.
             os.rename(self.tmp, self.final)
         # otherwise a power cut could undo the rename
-        sync_directory(self.final.parent)
+        posix.sync_directory(self.final.parent)
         try:
-            replace_file(self.final.parent / LATEST, f"{self.final.name}\n".encode())
+            posix.replace_file(self.final.parent / LATEST, f"{self.final.name}\n".encode())
         except OSError as error:  # `latest` is for people; the checkpoint itself is committed
             logger.warning(
                 "%s is committed, but %s could not be moved: %s", self.final, LATEST, error
@@ -150,11 +130,8 @@ register(NewPosixStep)
 @contextmanager
 def _inside(tmp: Path) -> Iterator[Path]:
     """Yields a path to a directory of this user that stays valid when other users rename files, and
-    never leads through a link. Errors name the directory by `tmp`.
-
-    Raises:
-        PermissionError: another user has replaced the directory.
-    """
+    never leads through a link. Errors name the directory by `tmp`; PermissionError is raised if
+    another user has replaced it."""
     descriptor = os.open(tmp, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     folder = f"/proc/self/fd/{descriptor}"
     try:
@@ -179,12 +156,12 @@ class PosixWriter:
             flags = os.O_WRONLY | os.O_NOFOLLOW
             try:
                 # EINVAL: the filesystem does not support O_DIRECT
-                self._descriptor = retrying(os.open, folder / name, flags | os.O_DIRECT)
+                self._descriptor = posix.retrying(os.open, folder / name, flags | os.O_DIRECT)
                 self._direct = True
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._descriptor = retrying(os.open, folder / name, flags)
+                self._descriptor = posix.retrying(os.open, folder / name, flags)
                 self._direct = False
 
     def __enter__(self) -> Self:
@@ -192,26 +169,27 @@ class PosixWriter:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         os.close(self._descriptor)
-        # the error of a write does not name the file
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and error.filename is None:  # as after a write
             error.filename = str(self._path)
 
     def write(self, data: memoryview, offset: int) -> None:
         whole = len(data) - len(data) % mmap.PAGESIZE if self._direct else len(data)
         try:
-            write_at(self._descriptor, data[:whole], offset)
+            posix.write_at(self._descriptor, data[:whole], offset)
         except OSError as error:
             if not self._direct or error.errno != errno.EINVAL:
                 raise
             # some filesystems accept O_DIRECT at open, and then refuse the write
             self._buffered()
-            write_at(self._descriptor, data[:whole], offset)
+            posix.write_at(self._descriptor, data[:whole], offset)
         if whole < len(data):  # the size of the file is no multiple of the page size
-            with opened(self._path, os.O_WRONLY, by=self._again) as descriptor:
-                write_at(descriptor, data[whole:], offset + whole)
+            with posix.opened(self._path, os.O_WRONLY, by=self._again) as descriptor:
+                posix.write_at(descriptor, data[whole:], offset + whole)
 
     def _buffered(self) -> None:
-        descriptor = retrying(self._again)  # if this raises, __exit__ closes the old descriptor
+        descriptor = posix.retrying(
+            self._again
+        )  # if this raises, __exit__ closes the old descriptor
         os.close(self._descriptor)
         self._descriptor, self._direct = descriptor, False
 
@@ -220,7 +198,7 @@ class PosixWriter:
         return os.open(f"/proc/self/fd/{self._descriptor}", os.O_WRONLY)
 
     def finish(self) -> None:
-        sync(self._descriptor)
+        posix.sync(self._descriptor)
         if not self._direct:  # free the page cache for training
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -252,54 +230,54 @@ class PosixStorage:
         return path.stat()
 
     @contextmanager
-    def open(self, path: Path) -> Iterator[PosixFile]:
-        with regular(path) as descriptor:
-            yield PosixFile(descriptor)
+    def open(self, path: Path) -> Iterator[posix.PosixFile]:
+        with posix.regular(path) as descriptor:
+            yield posix.PosixFile(descriptor)
 
     def read(self, path: Path, most: int | None = None, *, follow: bool = True) -> bytes:
-        with regular(path, follow=follow) as descriptor:
+        with posix.regular(path, follow=follow) as descriptor:
             size = os.fstat(descriptor).st_size
             if most is not None and size > most:
                 raise OSError(errno.EFBIG, f"has {size} bytes, at most {most} are read", str(path))
             buffer = bytearray(size)
-            return bytes(buffer[: read_at(descriptor, memoryview(buffer), 0)])
+            return bytes(buffer[: posix.read_at(descriptor, [memoryview(buffer)], 0)])
 
     def read_private(self, path: Path) -> bytes:
-        """Returns the first 65 bytes of a file; b"" if another user can open it. Links are not
-        followed."""
-        with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor:
+        """Returns the first 65 bytes of a file, links not followed; b"" if another user can open
+        it."""
+        with posix.opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor:
             if not is_private(os.fstat(descriptor)):
                 return b""
             buffer = bytearray(65)
-            return bytes(buffer[: read_at(descriptor, memoryview(buffer), 0)])
+            return bytes(buffer[: posix.read_at(descriptor, [memoryview(buffer)], 0)])
 
     def own_size(self, directory: Path, name: str) -> int:
         for folder in [directory / part for part in Path(name).parents][:-1]:
             if folder.is_symlink():
-                require_regular(folder, folder.lstat())
+                posix.require_regular(folder, folder.lstat())
         found = (directory / name).lstat()
-        require_regular(directory / name, found)
+        posix.require_regular(directory / name, found)
         return found.st_size
 
     def sizes(self, directory: Path, names: Iterable[str]) -> Iterator[tuple[str, int]]:
         return ((name, self.own_size(directory, name)) for name in names)
 
     def create(self, path: Path, data: bytes, mode: int = 0o666) -> None:
-        write_file(path, data, mode)
-        sync_directory(path.parent)
+        posix.write_file(path, data, mode)
+        posix.sync_directory(path.parent)
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
 
     def append(self, path: Path, data: bytes) -> None:
-        append(path, data)
+        posix.append(path, data)
 
     def make_directory(self, path: Path) -> None:
         require_own_link(path)
-        make_directory(path)
+        posix.make_directory(path)
 
     def filesystem(self, path: Path) -> str:
-        return filesystem(path)
+        return posix.filesystem(path)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -314,7 +292,6 @@ class PosixStorage:
         return NewPosixStep.of(final)
 
     def delete_step(self, path: Path) -> None:
-        """Rename the step, then delete it. A link, or a foreign user's step, is only renamed."""
         if is_foreign(path):
             _put_aside(path)
             return
@@ -338,34 +315,28 @@ class PosixStorage:
 
     @contextmanager
     def reading_lock(self, path: Path) -> Iterator[None]:
-        """Share the lock of a step, see posix.py [Note: readers]. Waits for retention at most
-        LOCK_SECONDS."""
+        """Share the lock of a step, see posix.py [Note: readers]."""
         where = path / COMMIT_RECORD
-        with reading(where), regular(where):  # check that the step exists and its owner is trusted
+        with (
+            reading(where),
+            posix.regular(where),
+        ):  # check that the step exists and its owner is trusted
             pass
-        lock = open_lock(path.parent, make=False)
-        try:
-            deadline = time.monotonic() + LOCK_SECONDS
+        with posix.lock_file(path.parent, make=False) as lock:
+            deadline = time.monotonic() + posix.LOCK_SECONDS
             # polled, as a blocking call could wait for ever
-            while not try_lock(lock, path, alone=False) and path.exists():
+            while not posix.try_lock(lock, path, alone=False) and path.exists():
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.02)
             if not path.exists():  # the step was renamed before it was locked
                 raise DamagedCheckpoint(f"{path}: is being deleted by retention")
             yield
-        finally:
-            if lock is not None:
-                os.close(lock)
 
     @contextmanager
     def unless_read(self, path: Path) -> Iterator[bool]:
-        lock = open_lock(path.parent, make=True)
-        try:
-            yield try_lock(lock, path, alone=True)
-        finally:
-            if lock is not None:
-                os.close(lock)
+        with posix.lock_file(path.parent, make=True) as lock:
+            yield posix.try_lock(lock, path, alone=True)
 
 
 def _remove(aside: Path) -> None:

@@ -7,12 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from checkpointing.errors import (
-    CheckpointError,
-    DamagedCheckpoint,
-    UnreadableCheckpoint,
-    explain,
-)
+from checkpointing.errors import CheckpointError, DamagedCheckpoint, UnreadableCheckpoint, explain
 from checkpointing.format.layout import LATEST, parse_step
 from checkpointing.options import CheckpointOptions
 from checkpointing.storage.place import Place
@@ -45,7 +40,6 @@ class StepInfo:
 
     @property
     def is_good(self) -> bool:
-        """Whether the step is neither damaged nor unreadable."""
         return self.damage is None and self.unreadable is None
 
 
@@ -57,7 +51,6 @@ class StepVerdicts:
     """Steps whose tensors are damaged, although their commit records are valid."""
     unreadable: Collection[str] = ()
     verified: Collection[str] = ()
-    """Steps that were read completely since they were written, and are undamaged."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,6 @@ class RetentionDecision:
     stays: bool
     reason: str
     size: int = 0
-    """Total size of its files in bytes."""
 
 
 def decide(found: Sequence[StepInfo], options: CheckpointOptions) -> list[RetentionDecision]:
@@ -83,11 +75,8 @@ def decide(found: Sequence[StepInfo], options: CheckpointOptions) -> list[Retent
     The newest step that was read back and is undamaged is also kept. Before there is such a step no
     good step is deleted, as written bytes may not be readable. The step that `latest` names is kept
     as well.
-
-    Args:
-        found: all steps, newest first.
-        options: keep, keep_every, keep_best and best_by.
-    """
+    `found` has all steps, newest first. Of the options only keep, keep_every, keep_best and best_by
+    are read."""
     good = [item for item in found if item.is_good]
     newest = {item.path for item in good[: options.keep]}
     verified = next((item.path for item in good if item.verified), None)
@@ -121,11 +110,7 @@ def decide(found: Sequence[StepInfo], options: CheckpointOptions) -> list[Retent
 
 def best_of(found: Sequence[StepInfo]) -> list[StepInfo]:
     """Returns the steps with a finite value, lowest value first; of equal values only the oldest
-    step.
-
-    Args:
-        found: steps, newest first.
-    """
+    step. In `found` the newest step is first."""
     judged = {
         item.value: item
         for item in found  # of equal values the last wins, which is the oldest step
@@ -136,11 +121,7 @@ def best_of(found: Sequence[StepInfo]) -> list[StepInfo]:
 
 def inspect_steps(directory: Place, best_by: str, known: StepVerdicts) -> list[StepInfo]:
     """Returns the input of `decide` for the steps in a directory, newest first. Reads no tensors.
-
-    Args:
-        best_by: key of trainer_state.json.
-        known: results of reading the steps.
-    """
+    `best_by` is a key of trainer_state.json, `known` the results of reading the steps."""
     try:
         named = latest(directory)
     except CheckpointError:  # the command `verify` reports this error
@@ -181,19 +162,12 @@ def number_of(state: Mapping[str, Any], key: str) -> float | None:
 def prune(
     directory: Place, options: CheckpointOptions, known: StepVerdicts
 ) -> list[RetentionDecision]:
-    """Delete steps that are not kept, and unfinished steps of dead processes. Called by one process
-    of a run at a time. Never delays a save, as it touches no step that is being written.
-
-    Args:
-        options: keep, keep_every, keep_best and best_by, see `decide`.
-        known: results of reading the steps.
-
-    Returns:
-        The decision on each step, newest first, with `stays` true if the deletion failed.
-    """
-    done = []
-    for decision in decide(inspect_steps(directory, options.best_by, known), options):
-        done.append(decision if decision.stays else _carry_out(decision))
+    """Delete steps that are not kept (see `decide`), and unfinished steps of dead processes. Called
+    by one process of a run at a time. Never delays a save, as it touches no step that is being
+    written. Returns the decision on each step, newest first, with `stays` true if the deletion
+    failed."""
+    decisions = decide(inspect_steps(directory, options.best_by, known), options)
+    done = [decision if decision.stays else _carry_out(decision) for decision in decisions]
     storage_of(directory).collect(directory)
     return done
 

@@ -58,17 +58,10 @@ ATTEMPTS = 8
 QUIET_ATTEMPTS = 3
 """Attempt from which on a failure is logged as a warning."""
 _PASSING = {
-    "BadDigest",
-    "ConditionalRequestConflict",
-    "IncompleteBody",
-    "InternalError",
-    "OperationAborted",
-    "RequestTimeout",
-    "SlowDown",
-    "Throttling",
-    "ThrottlingException",
+    "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError",
+    "OperationAborted", "RequestTimeout", "SlowDown", "Throttling", "ThrottlingException",
     "XAmzContentSHA256Mismatch",
-}
+}  # fmt: skip
 _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError)
 
 
@@ -99,7 +92,7 @@ class S3:
             found = self._call("head_object", path)
         except FileNotFoundError:
             return None
-        return _stat(found["ContentLength"], found)
+        return ObjectStat(found["ContentLength"], found["LastModified"].timestamp())
 
     def now(self, path: ObjectPath) -> float:
 
@@ -138,7 +131,6 @@ class S3:
         }
 
     def read(self, path: ObjectPath) -> bytes:
-
         def work() -> bytes:
             answer = self._client.get_object(Bucket=path.bucket, Key=path.key)
             return bytes(answer["Body"].read())
@@ -186,11 +178,7 @@ class S3:
         list(self.pool.map(lambda path: self._call("delete_object", path), paths))
 
     def begin_uploads(self, sizes: Sequence[tuple[ObjectPath, int]]) -> list[str]:
-        """Begin multipart uploads.
-
-        Raises:
-            StorageError: a file would have too many parts.
-        """
+        """Begin multipart uploads. Raises StorageError if a file would have too many parts."""
         # checked before the first upload begins, as each upload would have to be aborted
         for path, size in sizes:
             parts = -(-size // BLOCK_BYTES)
@@ -218,17 +206,13 @@ class S3:
     def complete(
         self, path: ObjectPath, token: str, size: int, parts: Sequence[dict[str, Any]]
     ) -> None:
+        made = {"Parts": list(parts)}
         try:
-            self._call(
-                "complete_multipart_upload",
-                path,
-                UploadId=token,
-                MultipartUpload={"Parts": list(parts)},
-            )
+            self._call("complete_multipart_upload", path, UploadId=token, MultipartUpload=made)
         except UploadGoneError:
-            # An earlier attempt may have finished the upload, and only its answer was lost.
+            # An earlier attempt may have finished the upload, and only its answer was lost. Else
+            # the object is missing, or not the result of this upload.
             found = self.find(path)
-            # The object is not the result of this upload.
             if found is None or found.st_size != size:
                 raise
 
@@ -246,7 +230,6 @@ class S3:
         ]
 
     def abort_uploads(self, uploads: Sequence[tuple[ObjectPath, str]]) -> None:
-
         def abort(upload: tuple[ObjectPath, str]) -> None:
             path, token = upload
             with suppress(UploadGoneError):
@@ -258,15 +241,12 @@ class S3:
 
     def _call(self, method: str, path: ObjectPath, **arguments: Any) -> dict[str, Any]:
         call = getattr(self._client, method)
-        return self._retrying(
-            path, lambda: dict(call(Bucket=path.bucket, Key=path.key, **arguments))
-        )
+        where = {"Bucket": path.bucket, "Key": path.key}
+        return self._retrying(path, lambda: dict(call(**where, **arguments)))
 
     def _pages(self, method: str, path: ObjectPath, **arguments: Any) -> list[dict[str, Any]]:
-        paginator = self._client.get_paginator(method)
-        return self._retrying(
-            path, lambda: list(paginator.paginate(Bucket=path.bucket, **arguments))
-        )
+        paginate = self._client.get_paginator(method).paginate
+        return self._retrying(path, lambda: list(paginate(Bucket=path.bucket, **arguments)))
 
     def _retrying(self, path: ObjectPath, work: Callable[[], T]) -> T:
         """Returns the result of work(), which is retried after transient errors for some 13 s in
@@ -318,10 +298,6 @@ class S3:
                 "check AWS_ENDPOINT_URL and the network, or try later"
             )
         return StorageError(f"{path}: {self._endpoint}: {error}")
-
-
-def _stat(size: int, answer: dict[str, Any]) -> ObjectStat:
-    return ObjectStat(size, answer["LastModified"].timestamp())
 
 
 def _code(error: BaseException) -> tuple[str, int]:
@@ -380,12 +356,9 @@ class PartWriter:
         """Copy a block, which another thread sends. Waits while too many blocks are queued."""
         self._gather({part for part in self._under_way if part.done()})
         self._store.room.acquire()
+        number = offset // BLOCK_BYTES + 1
         part = self._store.pool.submit(
-            self._store.send_part,
-            self._path,
-            self._token,
-            offset // BLOCK_BYTES + 1,
-            bytes(data),
+            self._store.send_part, self._path, self._token, number, bytes(data)
         )
         part.add_done_callback(lambda _: self._store.room.release())  # after an error, too
         self._under_way.add(part)

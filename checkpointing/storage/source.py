@@ -1,7 +1,6 @@
 """A checkpoint for tools of one process: its tensors piece by piece, and the files beside them.
 
-Used by show, diff, export and import. One block is in memory at a time.
-"""
+Used by show, diff, export and import. One block is in memory at a time."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,17 +18,8 @@ from checkpointing.format.layout import (
     StoredTensor,
 )
 from checkpointing.format.untrusted import is_plain, printable
+from checkpointing.storage import steps
 from checkpointing.storage.place import Place
-from checkpointing.storage.steps import (
-    CheckedBlocks,
-    hugging_face_tensors,
-    open_step,
-    plain_adapter,
-    reading_lock,
-    step_state,
-    storage_of,
-    stored_tensors,
-)
 
 PIECE_BYTES = 4 << 20
 """Bytes of a piece; a multiple of every element size."""
@@ -54,37 +44,32 @@ class CheckpointSource:
 
 @contextmanager
 def open_source(path: Place) -> Iterator[CheckpointSource]:
-    """Open a checkpoint, which retention does not delete meanwhile, or a plain directory.
-
-    Raises:
-        DamagedCheckpoint, StorageError: the checkpoint is damaged or cannot be read.
-    """
-    if not storage_of(path).exists(path / COMMIT_RECORD):
-        if (adapter := plain_adapter(path)) is not None:
+    """Open a checkpoint, which retention does not delete meanwhile, or a plain directory. Raises
+    DamagedCheckpoint or StorageError if it is damaged or cannot be read."""
+    if not steps.storage_of(path).exists(path / COMMIT_RECORD):
+        if (adapter := steps.plain_adapter(path)) is not None:
             yield CheckpointSource(path, adapter, is_adapter=True)
         else:
-            yield CheckpointSource(path, hugging_face_tensors(path))
+            yield CheckpointSource(path, steps.hugging_face_tensors(path))
         return
-    with reading_lock(path):  # held until the caller has read the tensors
-        step = open_step(path)
-        model, optimizer = (stored_tensors(step, one, verify=True) for one in step.sections)
+    with steps.reading_lock(path):  # held until the caller has read the tensors
+        step = steps.open_step(path)
+        model, optimizer = (steps.stored_tensors(step, one, verify=True) for one in step.sections)
         yield CheckpointSource(
-            path, model, optimizer, step_state(step), step.record.files, step.record.odd,
+            path, model, optimizer, steps.step_state(step), step.record.files, step.record.odd,
             is_adapter=MODEL not in step.sections,
         )  # fmt: skip
 
 
 class StoredTensorReader:
-    """Reads bytes of tensors through checked blocks. A context manager.
-
-    It holds one open file and one block of this file, so read tensors in the order of files and
-    offsets."""
+    """Reads bytes of tensors through checked blocks. A context manager. It holds one open file and
+    one block of this file, so read tensors in the order of files and offsets."""
 
     def __init__(self, path: Place, records: Mapping[str, FileRecord]) -> None:
         self._path, self._records = path, records
         self._opened = ExitStack()
         self._name: str | None = None
-        self._blocks: CheckedBlocks | None = None
+        self._blocks: steps.StoredFileReader | None = None
 
     def __enter__(self) -> "StoredTensorReader":
         return self
@@ -93,17 +78,14 @@ class StoredTensorReader:
         self._opened.close()
 
     def read(self, tensor: StoredTensor, start: int, target: memoryview) -> None:
-        """Fill `target` with bytes of a tensor, from its byte `start` on.
-
-        Raises:
-            DamagedCheckpoint: the file is missing or short, or a checksum is wrong.
-        """
+        """Fill `target` with bytes of a tensor, from its byte `start` on. Raises DamagedCheckpoint
+        if the file is missing or short, or a checksum is wrong."""
         file = self._path / tensor.file
         with reading(file):
             if self._blocks is None or tensor.file != self._name:
                 self._opened.close()
-                opened = self._opened.enter_context(storage_of(file).open(file))
-                self._blocks = CheckedBlocks(opened, file, self._records.get(tensor.file))
+                opened = self._opened.enter_context(steps.storage_of(file).open(file))
+                self._blocks = steps.StoredFileReader(opened, file, self._records.get(tensor.file))
                 self._name = tensor.file
             self._blocks.read(target, tensor.begin + start)
 
@@ -141,11 +123,9 @@ def beside_weights(directory: Place) -> tuple[dict[str, bytes], str]:
     files, files that this package adds to a checkpoint, and folders with weights: other models.
     Links are followed inside the directory, and to the blobs of the Hub's cache. If the limits are
     exceeded, the largest files are left out.
-
-    Raises:
-        DamagedCheckpoint, StorageError: a file cannot be read.
-    """
-    storage, homes = storage_of(directory), _homes(directory)
+    exceeded, the largest files are left out. Raises DamagedCheckpoint or StorageError if a file
+    cannot be read."""
+    storage, homes = steps.storage_of(directory), _homes(directory)
     sizes: dict[str, int] = {}
     left: dict[str, list[str]] = {}
     with reading(directory):
@@ -169,7 +149,7 @@ def beside_weights(directory: Place) -> tuple[dict[str, bytes], str]:
 
 def _files(folder: Place, prefix: str = "") -> Iterator[tuple[str, Place]]:
     """Yields (name, place) of files, except weights and hidden ones. A link counts as a file."""
-    storage = storage_of(folder)
+    storage = steps.storage_of(folder)
     try:
         entries = [entry for entry in storage.children(folder) if not _is_hidden(entry.name)]
     except PermissionError:  # such as lost+found, which is then reported as a file
@@ -190,8 +170,8 @@ def _is_hidden(name: str) -> bool:
 
 
 def _homes(directory: Place) -> set[Path]:
-    """Returns the folders that links may lead into. In the Hub's cache, MODEL/snapshots/COMMIT has
-    links to MODEL/blobs."""
+    """Returns the folders that links may lead into: a snapshot in the Hub's cache,
+    MODEL/snapshots/COMMIT, has links to MODEL/blobs."""
     if not isinstance(directory, Path):
         return set()
     home = directory.resolve()

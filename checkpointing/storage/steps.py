@@ -15,25 +15,7 @@ from checkpointing.errors import (
     UnreadableCheckpoint,
     reading,
 )
-from checkpointing.format.layout import (
-    ADAPTER,
-    BLOCK_BYTES,
-    COMMIT_RECORD,
-    LATEST,
-    MODEL,
-    TRAINER_STATE,
-    CommitRecord,
-    FileRecord,
-    Section,
-    StoredTensor,
-    check_state,
-    header_bytes,
-    parse_header,
-    parse_index,
-    parse_state,
-    parse_step,
-    sections_of,
-)
+from checkpointing.format import layout
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
 from checkpointing.format.untrusted import MAX_JSON_BYTES, printable
 from checkpointing.storage.interface import NewStep, Storage, StoredFile
@@ -45,12 +27,9 @@ _POSIX: Storage[Any] = PosixStorage()
 
 
 def storage_of(place: P) -> Storage[P]:
-    """Returns the storage that holds a file or directory."""
     storage = _POSIX
-    if isinstance(place, ObjectPath):
-        from checkpointing.storage.object_storage import (
-            ObjectStorage,  # imported only where a run uses it
-        )
+    if isinstance(place, ObjectPath):  # imported only where a run uses it
+        from checkpointing.storage.object_storage import ObjectStorage
 
         storage = ObjectStorage()
     return storage
@@ -65,43 +44,38 @@ class CommittedStep:
     except tensor files have the recorded checksums."""
 
     path: Place
-    record: CommitRecord
+    record: layout.CommitRecord
 
     @property
-    def sections(self) -> tuple[Section, Section]:
+    def sections(self) -> tuple[layout.Section, layout.Section]:
         """(section of the model or adapter, section of the optimizer)."""
-        return sections_of(self.record.files)
+        return layout.sections_of(self.record.files)
 
 
-class CheckedBlocks:
-    """An open file that is read in whole blocks, which are compared with their checksums.
+class StoredFileReader:
+    """Reads an open file in whole blocks, and compares them with the checksums in `record`, if
+    any."""
 
-    Args:
-        record: checksums; None: do not compare.
-    """
-
-    def __init__(self, file: StoredFile, path: Place, record: FileRecord | None) -> None:
+    def __init__(self, file: StoredFile, path: Place, record: layout.FileRecord | None) -> None:
         self._file, self._path, self._record = file, path, record
         self._buffer = block_buffer(file.size)
         self._held: tuple[int, int] | None = None
         """Number and length of the block in the buffer."""
 
     def check(self, block: int) -> int:
-        """Read and compare a block; returns its length in bytes.
-
-        Raises:
-            DamagedCheckpoint: the checksum is wrong; the message names file and block.
-        """
+        """Read and compare a block; returns its length in bytes. Raises DamagedCheckpoint if the
+        checksum is wrong."""
         # If reading or the checksum fails, the buffer must not count as checked.
         self._held = None
-        size = self._file.read_into([self._buffer], block * BLOCK_BYTES)
+        start = block * layout.BLOCK_BYTES
+        size = self._file.read_into([self._buffer], start)
         if self._record is not None and (
             block >= len(self._record.checksums)
             or crc32(self._buffer[:size]) != self._record.checksums[block]
         ):
             raise DamagedCheckpoint(
-                f"{self._path}: checksum of block {block} (from byte {block * BLOCK_BYTES} on) is "
-                "wrong; the file was changed after it was saved"
+                f"{self._path}: checksum of block {block} (from byte {start} on) is wrong; the file "
+                "was changed after it was saved"
             )
         self._held = block, size
         return size
@@ -111,14 +85,11 @@ class CheckedBlocks:
         return self._buffer[:size]
 
     def read(self, target: memoryview, offset: int) -> None:
-        """Fill `target` with the bytes of the file from `offset` on.
-
-        Raises:
-            DamagedCheckpoint: a checksum is wrong, or the file ends too early.
-        """
+        """Fill `target` with the bytes of the file from `offset` on. Raises DamagedCheckpoint if a
+        checksum is wrong, or the file ends too early."""
         done = 0
         while done < len(target):
-            block, start = divmod(offset + done, BLOCK_BYTES)
+            block, start = divmod(offset + done, layout.BLOCK_BYTES)
             size = self._held[1] if self._held and self._held[0] == block else self.check(block)
             stop = min(size, start + len(target) - done)
             if stop <= start:
@@ -128,26 +99,19 @@ class CheckedBlocks:
 
 
 def list_steps(directory: P) -> list[P]:
-    """Returns the directories that are named as steps, newest first. They may be damaged.
-
-    Raises:
-        StorageError: the directory cannot be read.
-    """
+    """Returns the directories that are named as steps, newest first. They may be damaged. Raises
+    StorageError if the directory cannot be read."""
     with reading(directory):
         paths = storage_of(directory).steps(directory)
-    found = {path: parse_step(path.name) for path in paths}
+    found = {path: layout.parse_step(path.name) for path in paths}
     steps = {path: step for path, step in found.items() if step is not None}
     return sorted(steps, key=lambda path: steps[path], reverse=True)
 
 
 def latest(directory: Place) -> str | None:
     """Returns the name in the pointer file `latest` beside the steps; None if there is no such
-    file.
-
-    Raises:
-        DamagedCheckpoint, StorageError: the file cannot be read.
-    """
-    where = directory / LATEST
+    file. Raises DamagedCheckpoint or StorageError if it cannot be read."""
+    where = directory / layout.LATEST
     if not storage_of(where).exists_as(where):
         return None
     with reading(where):
@@ -160,22 +124,15 @@ def latest(directory: Place) -> str | None:
 def reading_lock(path: Place) -> Iterator[None]:
     """Keep retention from deleting the step at `path` during the block. Only processes of the user
     who trains get a lock; the kernel drops it when the process dies. Between machines a lock works
-    only if the network filesystem forwards locks. Object stores have no locks.
-
-    Raises:
-        DamagedCheckpoint: there is no such step, or it is being deleted.
-    """
+    only if the network filesystem forwards locks. Object stores have no locks. Raises
+    DamagedCheckpoint if there is no such step, or it is being deleted."""
     with storage_of(path).reading_lock(path):
         yield
 
 
 def new_step(final: Place, damaged: Collection[str]) -> NewStep | None:
     """Returns a new step for writing, which becomes `final`; None if `final` is committed already.
-
-    Args:
-        damaged: names of steps that are damaged although their records are valid. Such a step is
-            deleted first.
-    """
+    First deletes `final` if it is `damaged`, although its record is valid."""
     storage = storage_of(final)
     if storage.exists_as(final):
         if not storage.is_foreign(final) and final.name not in damaged and _is_good(final):
@@ -195,12 +152,8 @@ def _is_good(path: Place) -> bool:
 
 
 def open_step(path: Place) -> CommittedStep:
-    """Check a committed checkpoint without reading its tensors.
-
-    Raises:
-        DamagedCheckpoint: a file is damaged; the message names it.
-        StorageError: a file cannot be read.
-    """
+    """Check a committed checkpoint without reading its tensors. Raises DamagedCheckpoint, which
+    names the damaged file, and StorageError if a file cannot be read."""
     record = read_record(path)
     with reading(path):
         for name, size in storage_of(path).sizes(path, record.files):
@@ -210,38 +163,35 @@ def open_step(path: Place) -> CommittedStep:
             # tensors are checked as they are read
             if not name.endswith(".safetensors"):
                 _check_small(file, expected)
-    for name in (TRAINER_STATE, *(section.index for section in sections_of(record.files))):
+    indexes = [section.index for section in layout.sections_of(record.files)]
+    for name in (layout.TRAINER_STATE, *indexes):
         if name not in record.files:
-            raise DamagedCheckpoint(f"{path / COMMIT_RECORD}: names no {name}")
+            raise DamagedCheckpoint(f"{path / layout.COMMIT_RECORD}: names no {name}")
     return CommittedStep(path, record)
 
 
-def read_record(path: Place) -> CommitRecord:
-    """Returns the commit record of the step at `path`.
-
-    Raises:
-        DamagedCheckpoint: the record is missing, malformed, or of another step.
-        StorageError: the record cannot be read.
-    """
-    where = path / COMMIT_RECORD
+def read_record(path: Place) -> layout.CommitRecord:
+    """Returns the commit record of the step at `path`. Raises DamagedCheckpoint if it is missing,
+    malformed, or of another step, and StorageError if it cannot be read."""
+    where = path / layout.COMMIT_RECORD
     with reading(where):
-        record = CommitRecord.decode(storage_of(where).read(where, MAX_JSON_BYTES), str(where))
+        data = storage_of(where).read(where, MAX_JSON_BYTES)
+        record = layout.CommitRecord.decode(data, str(where))
     # a renamed copy of a step may have no step in its name
-    if parse_step(path.name) not in (None, record.step):
+    if layout.parse_step(path.name) not in (None, record.step):
         raise DamagedCheckpoint(f"{where}: is the record of step {record.step}, not of this one")
     return record
 
 
-def _check_small(file: Place, expected: FileRecord) -> None:
+def _check_small(file: Place, expected: layout.FileRecord) -> None:
     with storage_of(file).open(file) as stored:
-        blocks = CheckedBlocks(stored, file, expected)
+        blocks = StoredFileReader(stored, file, expected)
         for block in range(len(expected.checksums)):
             blocks.check(block)
 
 
 def newest_checkpoint(directory: P) -> P | None:
     """Returns the newest step in `directory` that `open_step` finds good; None if there is none.
-
     Reads no tensors and needs no torch, so it may be called before a job starts, on any rank."""
     for path in list_steps(directory):
         try:
@@ -253,40 +203,27 @@ def newest_checkpoint(directory: P) -> P | None:
 
 
 def read_state(path: Place) -> dict[str, Any]:
-    """Returns the `state` saved in the checkpoint at `path`.
-
-    Raises:
-        DamagedCheckpoint, StorageError: the checkpoint is damaged or cannot be read.
-    """
+    """Returns the `state` saved in the checkpoint at `path`. Raises DamagedCheckpoint or
+    StorageError if the checkpoint is damaged or cannot be read."""
     return step_state(open_step(path))
 
 
 def step_state(step: CommittedStep) -> dict[str, Any]:
-    """Returns the `state` saved in a step.
-
-    Raises:
-        DamagedCheckpoint, StorageError: the file is not a JSON object, is of another step, or
-            cannot be read.
-    """
-    where = step.path / TRAINER_STATE
+    """Returns the `state` saved in a step. Raises DamagedCheckpoint or StorageError if the file is
+    not a JSON object, is of another step, or cannot be read."""
+    where = step.path / layout.TRAINER_STATE
     with reading(where):
-        state = parse_state(storage_of(where).read(where, MAX_JSON_BYTES), str(where))
-    check_state(state, step.record.step, str(where))
+        state = layout.parse_state(storage_of(where).read(where, MAX_JSON_BYTES), str(where))
+    layout.check_state(state, step.record.step, str(where))
     return state
 
 
 def stored_tensors(
-    step: CommittedStep, section: Section, *, verify: bool
-) -> dict[str, StoredTensor]:
-    """Returns the position of every tensor of a section, from the headers of its files.
-
-    Args:
-        section: one of `step.sections`.
-        verify: check the checksums of the blocks that hold the headers.
-
-    Raises:
-        DamagedCheckpoint: a header is damaged, or contradicts the index.
-    """
+    step: CommittedStep, section: layout.Section, *, verify: bool
+) -> dict[str, layout.StoredTensor]:
+    """Returns the position of every tensor of a section of `step`, from the headers of its files.
+    Raises DamagedCheckpoint if a header is damaged or contradicts the index, or, with `verify`, if
+    the blocks that hold the headers have wrong checksums."""
     path, index, records = step.path, section.index, step.record.files
     weight_map = _weight_map(path, index)
     files = sorted(set(weight_map.values()))
@@ -318,46 +255,41 @@ SINGLE_FILE = "model.safetensors"
 """Name of the file with all weights in a Hugging Face directory that is not sharded."""
 
 
-def plain_adapter(path: Place) -> dict[str, StoredTensor] | None:
+def plain_adapter(path: Place) -> dict[str, layout.StoredTensor] | None:
     """Returns the positions of an adapter's tensors in a directory by PEFT; None for any other
-    directory.
-
-    Raises:
-        DamagedCheckpoint: the file is damaged.
-    """
-    if not storage_of(path).exists(path / ADAPTER.file(1, 1)):
+    directory. Raises DamagedCheckpoint if the file is damaged."""
+    if not storage_of(path).exists(path / layout.ADAPTER.file(1, 1)):
         return None
-    return read_header(path, ADAPTER.file(1, 1), None)
+    return read_header(path, layout.ADAPTER.file(1, 1), None)
 
 
-def hugging_face_tensors(path: Place) -> dict[str, StoredTensor]:
+def hugging_face_tensors(path: Place) -> dict[str, layout.StoredTensor]:
     """Returns the position of every tensor of a plain Hugging Face directory: in model.safetensors,
     or else in the files of an index. As in transformers, an index beside model.safetensors is
-    ignored, and only the file names in an index are used.
-
-    Raises:
-        DamagedCheckpoint: a file is missing, damaged, or contradicts another file.
-        StorageError: the directory has no safetensors model.
-    """
+    ignored, and only the file names in an index are used. Raises DamagedCheckpoint if a file is
+    missing, damaged, or contradicts another, and StorageError if there is no safetensors model."""
     storage = storage_of(path)
     if storage.exists(path / SINGLE_FILE):
         return read_header(path, SINGLE_FILE, None)
-    if not storage.exists(path / MODEL.index):
-        raise StorageError(f"{path}: holds neither {SINGLE_FILE} nor {MODEL.index}; {_else(path)}")
-    weight_map = _weight_map(path, MODEL.index)
-    tensors: dict[str, StoredTensor] = {}
+    if not storage.exists(path / layout.MODEL.index):
+        raise StorageError(
+            f"{path}: holds neither {SINGLE_FILE} nor {layout.MODEL.index}; {_else(path)}"
+        )
+    weight_map = _weight_map(path, layout.MODEL.index)
+    tensors: dict[str, layout.StoredTensor] = {}
     for file in sorted(set(weight_map.values())):
         for name, tensor in read_header(path, file, None).items():
             if name in tensors:
                 raise DamagedCheckpoint(
                     f"{path}: {printable(name)} is in {tensors[name].file} and in {file}, and "
-                    f"{MODEL.index} names both files; remove the files that another save left there"
+                    f"{layout.MODEL.index} names both files; remove the files that another save "
+                    "left there"
                 )
             tensors[name] = tensor
     for name, file in weight_map.items():
         if name not in tensors:
             raise DamagedCheckpoint(
-                f"{path / file}: lacks {printable(name)}, which {MODEL.index} says it holds"
+                f"{path / file}: lacks {printable(name)}, which {layout.MODEL.index} says it holds"
             )
     return tensors
 
@@ -385,34 +317,27 @@ def _else(path: Place) -> str:
 
 
 def _weight_map(path: Place, index: str) -> dict[str, str]:
-    """Returns name of a tensor → file, from an index.
-
-    Raises:
-        DamagedCheckpoint, StorageError: the file is not an index, or cannot be read.
-    """
+    """Returns name of a tensor → file, from an index. Raises DamagedCheckpoint or StorageError if
+    the file is not an index, or cannot be read."""
     with reading(path / index):
-        return parse_index(storage_of(path).read(path / index, MAX_JSON_BYTES), str(path / index))
+        return layout.parse_index(
+            storage_of(path).read(path / index, MAX_JSON_BYTES), str(path / index)
+        )
 
 
-def read_header(path: Place, file: str, record: FileRecord | None) -> dict[str, StoredTensor]:
-    """Returns the tensors of one safetensors file, from its header.
-
-    Args:
-        path: the checkpoint directory.
-        file: name of the file in `path`.
-        record: checksums for the blocks with the header; None: do not check.
-
-    Raises:
-        DamagedCheckpoint: the header is damaged; the message names the file, and the block if a
-            checksum is wrong.
-    """
+def read_header(
+    path: Place, file: str, record: layout.FileRecord | None
+) -> dict[str, layout.StoredTensor]:
+    """Returns the tensors of one safetensors file, from its header. `record` has checksums for the
+    blocks that hold the header; None: do not check. Raises DamagedCheckpoint, which names the file
+    and, if a checksum is wrong, the block."""
     with reading(path / file), storage_of(path).open(path / file) as stored:
         prefix = bytearray(8)
         stored.read_into([memoryview(prefix)], 0)
-        header = bytearray(header_bytes(bytes(prefix), str(path / file), stored.size))
+        header = bytearray(layout.header_bytes(bytes(prefix), str(path / file), stored.size))
         if record:
-            blocks = CheckedBlocks(stored, path / file, record)
-            for block in range(-(-len(header) // BLOCK_BYTES)):
+            blocks = StoredFileReader(stored, path / file, record)
+            for block in range(-(-len(header) // layout.BLOCK_BYTES)):
                 blocks.check(block)
         stored.read_into([memoryview(header)], 0)
-        return parse_header(bytes(header), file, stored.size, str(path / file))
+        return layout.parse_header(bytes(header), file, stored.size, str(path / file))

@@ -13,18 +13,8 @@ from checkpointing.format.layout import (
     FileRecord,
     StoredTensor,
 )
+from checkpointing.storage import steps
 from checkpointing.storage.place import Place
-from checkpointing.storage.steps import (
-    CheckedBlocks,
-    CommittedStep,
-    open_step,
-    read_header,
-    read_record,
-    reading_lock,
-    step_state,
-    storage_of,
-    stored_tensors,
-)
 
 Problems = list[CheckpointError]
 """DamagedCheckpoint: the bytes are wrong. Other errors: the bytes could not be read."""
@@ -43,18 +33,16 @@ def verify_step(
     step: Place, *, threads: int = 4, pause: Callable[[], None] = lambda: None
 ) -> tuple[int, Problems]:
     """Read a whole step, even after a problem. Retention does not delete it meanwhile. If all bytes
-    are correct, state, indexes and headers are parsed as by `load`.
+    are correct, state, indexes and headers are parsed as by `load`. Returns (bytes of the files in
+    the commit record, problems).
 
     Args:
         threads: threads that read; reading and CRC release the GIL.
         pause: called before each block; may sleep, or raise VerificationStoppedError.
-
-    Returns:
-        (bytes of the files in the commit record, problems).
     """
     try:
-        with reading_lock(step), ThreadPoolExecutor(threads) as pool:
-            record = read_record(step)
+        with steps.reading_lock(step), ThreadPoolExecutor(threads) as pool:
+            record = steps.read_record(step)
             try:
                 odd = record.odd if _of_trainer(step) else None
                 found = pool.map(
@@ -74,30 +62,27 @@ def verify_step(
 def _unloadable(path: Place) -> Problems:
     """Returns why a step cannot be loaded although its bytes match its commit record."""
     try:
-        step = open_step(path)
+        step = steps.open_step(path)
         files = {
             tensor.file
             for section in step.sections
-            for tensor in stored_tensors(step, section, verify=False).values()
+            for tensor in steps.stored_tensors(step, section, verify=False).values()
         }
         for name in step.record.files:
-            if name.endswith(".safetensors") and name not in files and _holds_tensors(step, name):
+            unnamed = name.endswith(".safetensors") and name not in files
+            if unnamed and steps.read_header(path, name, None):
                 raise DamagedCheckpoint(f"{path / name}: holds tensors that no index names")
-        step_state(step)
+        steps.step_state(step)
     except CheckpointError as error:
         return [error]
     return []
-
-
-def _holds_tensors(step: CommittedStep, name: str) -> bool:
-    return bool(read_header(step.path, name, None))
 
 
 def _of_trainer(step: Place) -> bool:
     """Whether the trainer wrote the step. Then the record must name all tensors with NaN or
     infinity. Other loops may save any numbers."""
     try:
-        return "recipe" in step_state(open_step(step))
+        return "recipe" in steps.step_state(steps.open_step(step))
     except CheckpointError:  # `_verify_file` reports this error
         return False
 
@@ -113,13 +98,12 @@ def _verify_file(
     problems: Problems = []
     try:
         with reading(path):
-            storage_of(step).own_size(step, name)  # raises for a link
-        with reading(path), storage_of(path).open(path) as file:
+            steps.storage_of(step).own_size(step, name)  # raises for a link
+        with reading(path), steps.storage_of(path).open(path) as file:
             if file.size != record.size:
-                problems.append(
-                    DamagedCheckpoint(f"{path}: has {file.size} bytes, {record.size} were written")
-                )
-            blocks = CheckedBlocks(file, path, record)
+                wrong = f"{path}: has {file.size} bytes, {record.size} were written"
+                problems.append(DamagedCheckpoint(wrong))
+            blocks = steps.StoredFileReader(file, path, record)
             tensors = [] if odd is None else _floats(step, name)
             problems += [
                 DamagedCheckpoint(
@@ -161,7 +145,7 @@ def _floats(step: Place, name: str) -> Sequence[tuple[str, StoredTensor]]:
     if not name.endswith(".safetensors"):
         return []
     try:
-        header = read_header(step, name, None)
+        header = steps.read_header(step, name, None)
     except CheckpointError:
         return []
     return [(tensor, at) for tensor, at in header.items() if may_be_infinite(at.meta.dtype)]

@@ -28,7 +28,7 @@ from checkpointing import (
 from checkpointing.save.commit import hold
 from checkpointing.storage import posix_storage
 from checkpointing.storage.ownership import owner
-from checkpointing.storage.posix import make_lock
+from checkpointing.storage.posix import lock_file
 from checkpointing.storage.posix_storage import PosixStorage
 from checkpointing.storage.retention import (
     StepInfo,
@@ -270,7 +270,8 @@ def test_a_step_that_could_not_be_loaded_is_not_deleted(tmp_path, monkeypatch):
 
 
 def test_a_step_that_another_process_reads_stays_until_it_is_done(tmp_path):
-    make_lock(tmp_path)  # as the first save does
+    with lock_file(tmp_path, make=True):  # as the first save does
+        pass
     old = save(tmp_path, 1)
     save(tmp_path, 2)
     program = (
@@ -302,7 +303,8 @@ def test_a_step_that_another_process_reads_stays_until_it_is_done(tmp_path):
 def test_a_reader_that_comes_too_late_is_told(tmp_path, monkeypatch):
     old, newer = save(tmp_path, 1), save(tmp_path, 2)
     save(tmp_path, 3)
-    make_lock(tmp_path)  # as the first save does
+    with lock_file(tmp_path, make=True):  # as the first save does
+        pass
     told = []
 
     def read(path):
