@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
@@ -35,7 +36,7 @@ from checkpointing.load.segments import (
     deliver,
     jobs,
 )
-from checkpointing.load.window import HALF_BYTES, SharedWindow, make_window, remove_window
+from checkpointing.load.window import HALF_BYTES, SharedWindow, make_window
 from checkpointing.ranks import RankGroup, failing_alike
 
 STEP_BYTES = 4 << 20
@@ -57,11 +58,9 @@ def read_tensors(
     threads: int | None = None,
 ) -> None:
     """Fill the tensors of all ranks, in the order of files and offsets. Called on all ranks of the
-    group.
-
-    The ranks of a node together read every byte that they hold once. A checksum covers a whole
-    block, of which each rank reads its parts; the combined checksums are compared at the end. So
-    targets may have been written to when an error is raised.
+    group. The ranks of a node together read every byte that they hold once. A checksum covers a
+    whole block, of which each rank reads its parts; the combined checksums are compared at the end.
+    So targets may have been written to when an error is raised.
 
     Args:
         specs: all tensors, the same on all ranks.
@@ -97,11 +96,8 @@ def read_together(
     step_bytes: int = STEP_BYTES,
     threads: int | None = None,
 ) -> None:
-    """Like `read_tensors`, for an existing `RankGroup`.
-
-    Raises:
-        RankError: raised on all ranks; its `kind` is an error of `read_tensors`.
-    """
+    """Like `read_tensors`, for an existing `RankGroup`. Raises on all ranks a RankError, whose
+    `kind` is an error of `read_tensors`."""
     load = _Load(files, specs, tensors, ranks, nodes, finite, step_bytes, threads)
     try:
         windows = dict(zip(ranks.all, ranks.together(load.prepare), strict=True))
@@ -225,7 +221,7 @@ class _Load:
         """Unlink the window's file. Its memory stays while ranks have it mapped."""
         path, _ = self._created_window
         if path:
-            remove_window(path)
+            Path(path).unlink(missing_ok=True)
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -308,11 +304,7 @@ class _Load:
 
     def check(self) -> None:
         """Compare the checksums of all blocks, then require finite numbers. Called once all ranks
-        have read.
-
-        Raises:
-            DamagedCheckpoint: the message names file and block, or tensors.
-        """
+        have read. Raises DamagedCheckpoint, which names file and block, or tensors."""
         mine = np.bitwise_xor.reduce([sums.contribution() for sums in self._sums])
         total = torch.from_numpy(mine.astype(np.int64))  # gloo reduces no uint32
         if self._ranks.group is not None:
@@ -328,11 +320,8 @@ class _Load:
         self.refuse_not_finite()  # checked last, as damaged bytes may look like NaN
 
     def refuse_not_finite(self) -> None:
-        """Require finite numbers in the tensors that this rank has read.
-
-        Raises:
-            DamagedCheckpoint: the message names a file and the tensors.
-        """
+        """Raises DamagedCheckpoint, which names a file and tensors, if this rank has read NaN or
+        infinity that is forbidden."""
         if self._bad:
             file = min(self._bad.values())
             raise DamagedCheckpoint(f"{self._files.where / file}: {not_finite(sorted(self._bad))}")

@@ -49,11 +49,8 @@ class DcpCheckpoint:
     @property
     def optimizer(self) -> dict[str, StoredTensor]:
         """Optimizer state by this package's names (`<fqn>.exp_avg`). `StoredTensor.file` holds the
-        name of the tensor in the checkpoint.
-
-        Raises:
-            StorageError: state is saved by the number of a parameter, not by its name.
-        """
+        name of the tensor in the checkpoint. Raises StorageError if state is saved by the number of
+        a parameter, not by its name."""
         found = {}
         for name in self._tensors:
             match = _OPTIMIZER.fullmatch(name)
@@ -127,11 +124,7 @@ class DcpCheckpoint:
         return StoredTensor(name, 0, TensorMeta(dtype, tuple(entry.size)))
 
     def read(self, stored: StoredTensor) -> Tensor:
-        """Returns a whole tensor, on the CPU.
-
-        Raises:
-            DamagedCheckpoint: the message names the missing or damaged part.
-        """
+        """Returns a whole tensor, on the CPU. Raises the errors of `fill`."""
         whole = torch.empty(stored.meta.shape, dtype=TORCH_DTYPES[stored.meta.dtype])
         origin = (0,) * whole.ndim
         self.fill({"": stored}, {"": LocalTarget(whole, [Box(origin, tuple(whole.shape), origin)])})
@@ -139,12 +132,9 @@ class DcpCheckpoint:
 
     @torch.no_grad()
     def fill(self, stored: Mapping[str, StoredTensor], targets: Mapping[str, LocalTarget]) -> None:
-        """Read the boxes of targets with torch's own reader. Each rank calls it by itself.
-
-        Raises:
-            DamagedCheckpoint: the message names the missing or damaged part.
-            StorageError: a file cannot be read.
-        """
+        """Read the boxes of targets with torch's own reader. Each rank calls it by itself. Raises
+        DamagedCheckpoint, which names the missing or damaged part, and StorageError if a file
+        cannot be read."""
         planner = _Planner({stored[name].file: target for name, target in targets.items()})
         items = []
         for name, target in targets.items():
@@ -186,11 +176,8 @@ class DcpCheckpoint:
 
 def open_dcp(path: Path) -> DcpCheckpoint:
     """Read the metadata of a DCP checkpoint, which is a pickle. Only DCP's own classes are loaded.
-
-    Raises:
-        DamagedCheckpoint: the metadata is malformed.
-        StorageError: the metadata names other classes, or cannot be read.
-    """
+    Raises DamagedCheckpoint if the metadata is malformed, and StorageError if it names other
+    classes, or cannot be read."""
     where = path / DCP_METADATA
     with reading(where):
         data = storage_of(where).read(where)

@@ -18,8 +18,8 @@ import re
 import secrets
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from errno import EACCES, ELOOP, EPERM
 
@@ -29,7 +29,6 @@ from checkpointing.errors import DamagedCheckpoint, StorageError
 from checkpointing.save.messages import LeftoverAddress, Manifest
 from checkpointing.save.peers import Pull, open_leftover, read_manifest
 from checkpointing.storage.folders import hold, living_folders, memory_folders
-from checkpointing.storage.interface import StoredFile
 from checkpointing.storage.place import Place
 from checkpointing.storage.steps import storage_of
 from checkpointing.wire import register
@@ -73,11 +72,8 @@ def token(directory: Place) -> str | None:
 
 def make_token(directory: Place) -> str:
     """Returns the token of the run. Creates one if it is missing, or another user may know it.
-
-    Raises:
-        OSError: the directory cannot be written.
-        StorageError: the directory does not keep files private.
-    """
+    Raises OSError if the directory cannot be written, and StorageError if it does not keep files
+    private."""
     storage = storage_of(directory)
     storage.make_directory(directory)
     path, new = directory / TOKEN, secrets.token_hex(32).encode()
@@ -102,16 +98,11 @@ def make_token(directory: Place) -> str:
 
 
 def leftover_slots(directory: str, home: int, run: str, held: ExitStack) -> list[LeftoverSlot]:
-    """Returns the slots that dead processes of a run left on this machine.
+    """Returns the slots that dead processes of a run left on this machine, which is node `home`.
+    Locks keep other processes from taking over or deleting the slots, until `held` is closed.
 
     The writer of a killed rank dies a moment after it. This start has no writers yet, so living
-    processes of the run are such writers, and their end is awaited.
-
-    Args:
-        home: number of this process's node.
-        held: collects locks that keep other processes from taking over or deleting the slots, until
-            it is closed.
-    """
+    processes of the run are such writers, and their end is awaited."""
     deadline = time.monotonic() + DYING_SECONDS
     # limited, as a writer that hangs in storage may not die for a long time
     while living_folders(directory) and time.monotonic() < deadline:
@@ -134,12 +125,10 @@ def newest_whole(
     left: Sequence[LeftoverSlot], tensors: str, listed: int | None, good: int | None
 ) -> tuple[int, list[LeftoverSlot]] | None:
     """Returns (step, slots) of the newest complete step, with one slot for each node of the run
-    that left it; None if there is none.
-
-    Of a slot and its copy, the one on the node of the same number is preferred, as the same ranks
-    run on that node and read it locally. The result is also None if any slot recorded a later step
-    in storage than storage has now: somebody has deleted that step, and memory must not restore an
-    earlier one.
+    that left it; None if there is none. Of a slot and its copy, the one on the node of the same
+    number is preferred, as the same ranks run on that node and read it locally. The result is also
+    None if any slot recorded a later step in storage than storage has now: somebody has deleted
+    that step, and memory must not restore an earlier one.
 
     Args:
         left: leftover slots of all machines.
@@ -169,11 +158,7 @@ def newest_whole(
 
 def check(part: LeftoverSlot, run: str) -> None:
     """Compare a slot on this machine with its checksums, with up to MOST_CHECKS threads, since all
-    ranks wait for the result.
-
-    Raises:
-        DamagedCheckpoint: a checksum is wrong.
-    """
+    ranks wait for the result. Raises DamagedCheckpoint if a checksum is wrong."""
     threads = min(MOST_CHECKS, len(os.sched_getaffinity(0)))
     ranges = part.manifest.ranges
     found = open_leftover(part.slot, [*ranges], run).checksums(ranges, threads)
@@ -182,21 +167,9 @@ def check(part: LeftoverSlot, run: str) -> None:
             raise DamagedCheckpoint(f"{part.slot}/{file}: its checksum is wrong")
 
 
-@contextmanager
-def open_parts(
-    file: str, parts: Sequence[LeftoverSlot], home: int, pull: Pull, run: str
-) -> Iterator[StoredFile]:
-    """Yields a tensor file assembled from slots.
-
-    Args:
-        parts: slots that make up the step.
-        home: node of this process; `pull` fetches from other nodes.
-    """
-    yield _Parts(file, parts, home, pull, run)
-
-
-class _Parts:
-    """Reads a tensor file from several slots; implements StoredFile."""
+class SlotsFile:
+    """A tensor file assembled from the slots `parts`; implements StoredFile. `home` is the node of
+    this process, `pull` fetches from other nodes."""
 
     def __init__(
         self, file: str, parts: Sequence[LeftoverSlot], home: int, pull: Pull, run: str

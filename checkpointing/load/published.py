@@ -24,10 +24,7 @@ _MASKS = re.compile(r"(^|\.)(attn|attention)\.(masked_)?bias$")
 """Names of attention masks of GPT-2's time. Such a tensor is recomputed, and omitted, if it has
 four dimensions or none."""
 _CURES = (
-    (
-        r"lora_|^base_model\.",
-        ADAPTER_CURE,
-    ),
+    (r"lora_|^base_model\.", ADAPTER_CURE),
     (
         r"weight_scale|scales$|qweight|qzeros|absmax|quant_state|g_idx|_packed$",
         "its weights are quantised: take the checkpoint that is not quantised",
@@ -48,15 +45,8 @@ def by_model_names(
     first part that most of the model's names have, such as `model.`. Files saved from the backbone
     lack this part, and files saved from a wrapper have it twice; transformers opens both kinds of
     files. Buffers that every reader computes are omitted. A tensor that the model lacks keeps its
-    name.
-
-    Args:
-        stored: tensors by their names in the files.
-        known: names that the model has or ignores.
-
-    Raises:
-        WrongModel: two tensors would have the same name.
-    """
+    name. `known` has the names that the model has or ignores. Raises WrongModel if two tensors
+    would have the same name."""
     names: dict[str, str] = {}
     firsts = Counter(name.partition(".")[0] + "." for name in known)
     base = max(firsts, key=lambda first: (firsts[first], first), default="")
@@ -89,15 +79,12 @@ def without_copies(
     read: Callable[[StoredTensor], Iterable[Tensor]],
 ) -> dict[str, StoredTensor]:
     """Returns the tensors without copies of tied weights. If a file holds only the copy, it takes
-    the weight's place.
+    the weight's place. Raises WrongModel if a weight and its copy differ, as if trained apart.
 
     Args:
         stored: tensors by the names of the model.
         tied: name of a copy → the model's name for both.
         read: yields the elements of a tensor in order, piece by piece.
-
-    Raises:
-        WrongModel: a weight and its copy differ, since they were trained apart.
     """
     found = dict(stored)
     for copy, name in tied.items():

@@ -74,13 +74,9 @@ class ReadPlan:
 def plan_reads(
     specs: Mapping[str, TensorSpec], stored: Mapping[str, StoredTensor], rank: int, nodes: Nodes
 ) -> ReadPlan:
-    """Divide the reading of tensors among ranks.
-
-    Args:
-        specs: all tensors, the same on all ranks of `nodes`.
-        nodes: ranks of each node that load together. Other ranks that hold parts of the tensors
-            load on their own, and are ignored.
-    """
+    """Divide the reading of tensors among ranks. `specs` has all tensors, and is the same on all
+    ranks of `nodes`: the ranks of each node that load together. Other ranks that hold parts of the
+    tensors load on their own, and are ignored."""
     node_of = {other: number for number, ranks in enumerate(nodes) for other in ranks}
     near = nodes[node_of[rank]]
 
@@ -186,11 +182,7 @@ def slabs(unit: ReadUnit, most: int) -> Iterator[Slab]:
     for outer in itertools.product(*(range(length) for length in box.shape[:dim])):
         for row in range(0, box.shape[dim], rows):
             inner = (*outer, row, *(0 for _ in box.shape[dim + 1 :]))
-            shape = (
-                *(1 for _ in outer),
-                min(rows, box.shape[dim] - row),
-                *box.shape[dim + 1 :],
-            )
+            shape = (*(1 for _ in outer), min(rows, box.shape[dim] - row), *box.shape[dim + 1 :])
             offset = tuple(map(sum, zip(box.offset, inner, strict=True)))
             local = tuple(map(sum, zip(box.local_offset, inner, strict=True)))
             begin = unit.stored.begin + sum(map(math.prod, zip(offset, strides, strict=True)))
@@ -230,12 +222,9 @@ def intersection(slab: Box, held: Box) -> tuple[Box, Box] | None:
     is given as two boxes: `local_offset` is the offset in the local tensor in the first, and the
     offset in the slab in the second."""
     starts = tuple(map(max, zip(slab.offset, held.offset, strict=True)))
-    stops = tuple(
-        min(one + length, other + other_length)
-        for one, length, other, other_length in zip(
-            slab.offset, slab.shape, held.offset, held.shape, strict=True
-        )
-    )
+    slab_stops = map(sum, zip(slab.offset, slab.shape, strict=True))
+    held_stops = map(sum, zip(held.offset, held.shape, strict=True))
+    stops = map(min, zip(slab_stops, held_stops, strict=True))
     shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
     if any(length <= 0 for length in shape):
         return None
@@ -255,13 +244,11 @@ def blocks_and_gaps(
 ) -> tuple[list[int], Spans]:
     """Returns the blocks of a file that `spans` and the first `header` bytes touch, and the bytes
     of these blocks outside `spans`, which must be read for the checksums."""
-    blocks = sorted(
-        {
-            block
-            for start, stop in ((0, header), *spans)
-            for block in range(start // block_bytes, -(-stop // block_bytes))
-        }
+    touched = (
+        range(start // block_bytes, -(-stop // block_bytes))
+        for start, stop in ((0, header), *spans)
     )
+    blocks = sorted(set(itertools.chain.from_iterable(touched)))
     whole = merged((block * block_bytes, (block + 1) * block_bytes) for block in blocks)
     # Spans lie in blocks, so in the sorted list of all edges every second one ends a gap.
     edges = sorted(min(edge, record.size) for span in (*whole, *spans) for edge in span)

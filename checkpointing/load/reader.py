@@ -149,9 +149,8 @@ def _load_dcp(
     checkpoint = ranks.each(lambda: open_dcp(local(path)))
 
     def read() -> None:
-        stored = fit(
-            checkpoint.model_for(specs), lambda tensor: [checkpoint.read(tensor).flatten()]
-        )
+        named = checkpoint.model_for(specs)
+        stored = fit(named, lambda tensor: [checkpoint.read(tensor).flatten()])
         checkpoint.fill(stored, targets_of(stored, specs, tensors, ranks.rank))
         held = {name: tensor for name, tensor in tensors.items() if name in finite}
         if bad := tensors_not_finite(held):
@@ -192,14 +191,8 @@ def refuse_differences(
     wanted: Mapping[str, TensorSpec],
     what: str = "model",
 ) -> None:
-    """Require that a checkpoint has exactly the tensors `wanted`.
-
-    Args:
-        what: owner of these tensors in messages: "model" or "optimizer".
-
-    Raises:
-        WrongModel: the tensors differ; the message names the first differences of each kind.
-    """
+    """Raises WrongModel, which names the first differences of each kind, unless a checkpoint has
+    exactly the tensors `wanted`. `what` owns these tensors in messages: "model" or "optimizer"."""
     problems = [
         *_list(f"the {what} has no", [name for name in stored if name not in wanted]),
         *_list("the checkpoint has no", [name for name in wanted if name not in stored]),

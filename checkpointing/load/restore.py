@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,10 +24,10 @@ from checkpointing.format.sections import by_section, stored_by_name
 from checkpointing.load.fill import read_together
 from checkpointing.load.memory import (
     LeftoverSlot,
+    SlotsFile,
     check,
     leftover_slots,
     newest_whole,
-    open_parts,
     token,
 )
 from checkpointing.load.reader import refuse_differences
@@ -75,16 +75,10 @@ def load_step(
     verify: bool,
     refuse: Callable[[Mapping[str, Any]], None],
 ) -> dict[str, Any]:
-    """Load a committed step; returns its trainer state. Called on all ranks. Only rank 0 reads
-    small files and headers, and locks the step against retention.
-
-    Args:
-        aim: returns the tensors to load into.
-        refuse: raises if the state does not fit; called on rank 0, before any tensor is read.
-
-    Raises:
-        RankError: raised on all ranks; its `kind` is WrongModel, DamagedCheckpoint or StorageError.
-    """
+    """Load a committed step into the tensors that `aim` returns; returns its trainer state. Called
+    on all ranks. Only rank 0 reads small files and headers, and locks the step against retention.
+    It calls `refuse`, which raises if the state does not fit, before any tensor is read. Raises on
+    all ranks a RankError, whose `kind` is WrongModel, DamagedCheckpoint or StorageError."""
     lock = ExitStack()
 
     def look() -> tuple[CommitRecord, tuple[dict[str, StoredTensor], ...], dict[str, Any]]:
@@ -113,19 +107,14 @@ def load_step(
         # Outside of `on_main`, as describing the targets is itself a collective operation.
         goal = aim(state, {name: tensor.meta for name, tensor in optimizer.items()})
         ranks.on_main(compare)
-        read_together(
-            ranks,
-            CheckpointFiles(
-                path,
-                lambda name: storage_of(path).open(path / name),
-                by_section(model, optimizer),
-                record.files if verify else {},
-            ),
-            by_section(*goal.described.specs),
-            by_section(*goal.targets),
-            ranks.nodes(),
-            goal.finite,
+        files = CheckpointFiles(
+            path,
+            lambda name: storage_of(path).open(path / name),
+            by_section(model, optimizer),
+            record.files if verify else {},
         )
+        wanted, targets = by_section(*goal.described.specs), by_section(*goal.targets)
+        read_together(ranks, files, wanted, targets, ranks.nodes(), goal.finite)
     return state
 
 
@@ -153,13 +142,8 @@ def find_memory(
     ranks: RankGroup, directory: Place, aim: GoalOf, held: ExitStack
 ) -> MemoryStep | None:
     """Returns the newest complete step in memory that is no older than storage; None if there is
-    none. Called on all ranks.
-
-    Args:
-        aim: returns the tensors to load into.
-        held: collects locks that keep other processes from taking over or deleting the slots, until
-            it is closed.
-    """
+    none. Called on all ranks. Locks keep other processes from taking over or deleting the slots,
+    until `held` is closed."""
 
     def look() -> tuple[int | None, int | None]:
         paths = list_steps(directory)
@@ -217,18 +201,15 @@ def check_memory(
     holds: Callable[[Mapping[str, Any]], bool],
 ) -> dict[int, bool] | None:
     """Check the step that `find_memory` found: its state and its checksums. Called on all ranks.
+    Raises RankError on all ranks if `refuse`, called on rank 0, has raised WrongModel because the
+    state does not fit.
 
     Args:
-        refuse: raises WrongModel if the state does not fit; called on rank 0.
         holds: whether this rank's targets, except buffers, still have the numbers that were saved
             with the state.
 
     Returns:
-        Rank → result of `holds`; None if a checksum is wrong, or memory cannot be used for another
-        reason.
-
-    Raises:
-        RankError: raised on all ranks if `refuse` has raised WrongModel.
+        Rank → result of `holds`; None if memory cannot be used, such as for a wrong checksum.
     """
 
     def look() -> bool:
@@ -251,15 +232,12 @@ def check_memory(
 
 
 def load_memory(ranks: RankGroup, memory: MemoryStep, pull: Pull, kept: Mapping[int, bool]) -> None:
-    """Load the step that `check_memory` accepted. Called on all ranks.
+    """Load the step that `check_memory` accepted. Called on all ranks. Raises RankError on all
+    ranks if the load failed; targets may have been overwritten.
 
     Args:
-        pull: function that fetches bytes from other nodes.
         kept: rank → whether its targets still have the saved numbers; such a rank reads only
             buffers.
-
-    Raises:
-        RankError: raised on all ranks if the load failed. Targets may have been overwritten.
     """
     specs, targets = by_section(*memory.goal.described.specs), by_section(*memory.goal.targets)
     if kept[ranks.rank]:
@@ -269,19 +247,14 @@ def load_memory(ranks: RankGroup, memory: MemoryStep, pull: Pull, kept: Mapping[
     # A rank that reads only buffers is alone, as the other ranks of its node read more.
     nodes = [tuple(rank for rank in node if not kept[rank]) for node in ranks.nodes()]
     nodes += [(rank,) for rank, keeps in kept.items() if keeps]
-    read_together(
-        ranks,
-        CheckpointFiles(
-            Path("memory"),
-            lambda name: open_parts(name, memory.parts, ranks.node, pull, memory.run),
-            memory.stored,
-            {},
-        ),
-        specs,
-        targets,
-        tuple(filter(None, nodes)),
-        memory.goal.finite,
+    files = CheckpointFiles(
+        Path("memory"),
+        lambda name: nullcontext(SlotsFile(name, memory.parts, ranks.node, pull, memory.run)),
+        memory.stored,
+        {},
     )
+    together = tuple(filter(None, nodes))
+    read_together(ranks, files, specs, targets, together, memory.goal.finite)
     if ranks.is_main:
         keep = sum(kept.values())
         logger.warning(

@@ -107,11 +107,7 @@ class LocalTarget:
 
     @staticmethod
     def of(name: str, tensor: Tensor, boxes: Sequence[Box]) -> "LocalTarget":
-        """Describes the local part of a tensor.
-
-        Raises:
-            ValueError: the local part contradicts its boxes.
-        """
+        """Describes the local part of a tensor. Raises ValueError if it contradicts its boxes."""
         local = local_tensor(tensor)
         if sum(math.prod(box.shape) for box in boxes) != local.numel():
             raise ValueError(
@@ -177,11 +173,8 @@ class SegmentReader:
 
     @torch.no_grad()
     def read(self, job: ReadJob) -> None:
-        """Read a job, add its checksums, and copy its slabs to their targets.
-
-        Raises:
-            DamagedCheckpoint, StorageError: the file is missing, short, or cannot be read.
-        """
+        """Read a job, add its checksums, and copy its slabs to their targets. Raises
+        DamagedCheckpoint or StorageError if the file is missing, short, or cannot be read."""
         with reading(self._files.where / job.file):
             for batch in job.batches:
                 self._read_batch(self._open(job.file), job.file, batch)

@@ -4,7 +4,6 @@ import mmap
 import os
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,18 +20,13 @@ _FOLDERS = ("/dev/shm", tempfile.gettempdir())
 
 
 def make_window(ranks: int, wanted: int, least: int) -> tuple[str, int]:
-    """Create the file of a window. Called on one rank of the node.
+    """Create the file of a window, on one rank of the node. Returns (path for `SharedWindow` on all
+    ranks of the node, bytes of an area). Raises StorageError if no folder has room for the file.
 
     Args:
         ranks: number of ranks of the node.
         wanted: preferred bytes of each rank's area.
         least: smallest usable area, in bytes.
-
-    Returns:
-        (path for `SharedWindow` on all ranks of the node, bytes of an area).
-
-    Raises:
-        StorageError: no folder has room for the file.
     """
     for folder in _FOLDERS:
         try:
@@ -59,16 +53,13 @@ def make_window(ranks: int, wanted: int, least: int) -> tuple[str, int]:
 
 class SharedWindow:
     """Memory that the ranks of a node share while they load, in two halves: ranks fill one half and
-    copy from the other.
+    copy from the other. Raises OSError or StorageError if the file is not the one that was created.
 
     Args:
         path: path of the file, which may be unlinked once all ranks have opened it.
         area: bytes of each rank's area in a half.
         ranks: global ranks of the node.
         group: process group that contains these ranks; it carries one word between them.
-
-    Raises:
-        OSError, StorageError: the file is not the one that was created.
     """
 
     def __init__(
@@ -92,11 +83,7 @@ class SharedWindow:
 
     def meet(self, failed: bool) -> bool:
         """Wait for the other ranks of the node; returns whether any rank of the node failed. Called
-        on all of them.
-
-        Raises:
-            RuntimeError: a rank is gone.
-        """
+        on all of them. Raises RuntimeError if a rank is gone."""
         # through the first rank instead of a collective, as `group` also has ranks of other nodes
         word = torch.tensor([int(failed)])
         first, *others = self._ranks
@@ -111,8 +98,3 @@ class SharedWindow:
         for other in others:
             dist.send(word, other, group=self._group)
         return bool(word)
-
-
-def remove_window(path: str) -> None:
-    """Unlink the file of a window. Its memory stays while ranks have it mapped."""
-    Path(path).unlink(missing_ok=True)

@@ -53,8 +53,7 @@ class CommittedStep:
 
 
 class StoredFileReader:
-    """Reads an open file in whole blocks, and compares them with the checksums in `record`, if
-    any."""
+    """Reads an open file in whole blocks, and compares them with the checksums of `record`."""
 
     def __init__(self, file: StoredFile, path: Place, record: layout.FileRecord | None) -> None:
         self._file, self._path, self._record = file, path, record
@@ -74,8 +73,8 @@ class StoredFileReader:
             or crc32(self._buffer[:size]) != self._record.checksums[block]
         ):
             raise DamagedCheckpoint(
-                f"{self._path}: checksum of block {block} (from byte {start} on) is wrong; the file "
-                "was changed after it was saved"
+                f"{self._path}: checksum of block {block} (from byte {start} on) is wrong; the "
+                "file was changed after it was saved"
             )
         self._held = block, size
         return size

@@ -27,7 +27,7 @@ from checkpointing.load import fill, read_plan
 from checkpointing.load.fill import read_tensors
 from checkpointing.load.read_plan import blocks_and_gaps, intersection, plan_reads, slabs
 from checkpointing.load.segments import CheckpointFiles
-from checkpointing.load.window import SharedWindow, make_window, remove_window
+from checkpointing.load.window import SharedWindow, make_window
 from checkpointing.ranks import RankGroup
 from checkpointing.storage.steps import storage_of
 from tests.checkpointing.format.test_plan import worlds
@@ -420,4 +420,4 @@ def test_a_window_that_somebody_has_exchanged_is_not_opened(tmp_path):
         with pytest.raises(OSError, match="symbolic link"):
             SharedWindow(path, area, [0], 0, None)
     finally:
-        remove_window(path)
+        Path(path).unlink()
