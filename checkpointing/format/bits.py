@@ -34,12 +34,8 @@ def may_be_infinite(dtype: str) -> bool:
 
 
 def is_finite(dtype: str, data: NDArray[np.generic]) -> bool:
-    """Whether no number is infinite or NaN; always True for integers.
-
-    Args:
-        dtype: safetensors' name.
-        data: bits of the numbers, of any unsigned dtype, contiguous along the last dimension.
-    """
+    """Whether no number is infinite or NaN; always True for integers. `data` has the bits of the
+    numbers in any unsigned dtype, contiguous along the last dimension."""
     if dtype in _SINGLE:
         return not (data.view(np.uint8) == _SINGLE[dtype]).any()
     if dtype not in _KINDS or not data.size:
@@ -48,9 +44,8 @@ def is_finite(dtype: str, data: NDArray[np.generic]) -> bool:
     # Two maxima need no mask in memory. As signed integers the bits of positive numbers are
     # the largest, as unsigned integers the bits of negative numbers.
     sign = 1 << (8 * int(size) - 1)
-    return bool(
-        data.view(f"i{size}").max() < limit and data.view(f"u{size}").max() < (sign | limit)
-    )
+    largest, lowest = data.view(f"i{size}").max(), data.view(f"u{size}").max()
+    return bool(largest < limit and lowest < (sign | limit))
 
 
 def digest_and_finite(
@@ -64,7 +59,6 @@ def digest_and_finite(
 
     Args:
         name: name of the tensor, which enters the digest.
-        dtype: safetensors' name.
         shape: shape of the whole tensor.
         offset: index of the box's first element in the whole tensor.
         data: bits of the box, as unsigned integers of the element's size; contiguous along the last

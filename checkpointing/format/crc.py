@@ -38,12 +38,8 @@ ONLY = Replica(0, 1)
 
 
 class BlockSums:
-    """Accumulates this rank's contributions to the checksums of blocks.
-
-    Args:
-        records: file → size and checksums; equal on all ranks whose contributions are combined.
-        block_bytes: size of a block.
-    """
+    """Accumulates this rank's contributions to the checksums of blocks. `records`, file → size and
+    checksums, are equal on all ranks whose contributions are combined."""
 
     def __init__(self, records: Mapping[str, FileRecord], block_bytes: int) -> None:
         self._records = records
@@ -97,7 +93,7 @@ class BlockSums:
         self._end_part()
         sums = np.zeros((2, self.blocks), np.uint32)
         blocks = np.array(self._blocks, np.int64)
-        parts = _shifted(np.array(self._crcs, np.uint32), np.array(self._rests, np.int64))
+        parts = _times(np.array(self._crcs, np.uint32), _power(np.array(self._rests, np.int64)))
         kinds = {replica: number for number, replica in enumerate(dict.fromkeys(self._replicas))}
         kind = np.array([kinds[replica] for replica in self._replicas], np.int64)
         for replica, number in kinds.items():
@@ -110,12 +106,9 @@ class BlockSums:
         return sums
 
     def differing(self, sums: Any, checked: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
-        """Returns (file, block) of each block whose bytes differ from the record.
-
-        Args:
-            sums: contributions XORed over all ranks; array-like of shape (2, blocks).
-            checked: file → blocks that were read completely.
-        """
+        """Returns (file, block) of each block whose bytes differ from the record. `sums` are the
+        contributions XORed over all ranks, shape (2, blocks); `checked`: file → blocks that were
+        read completely."""
         found = np.asarray(sums).astype(np.uint32)
         bad = []
         for file, blocks in checked.items():
@@ -133,11 +126,6 @@ def _weight(replica: Replica) -> Words:
     if replica.index:
         return _power(np.array(replica.index))
     return np.bitwise_xor.reduce(_power(np.arange(1, replica.count)))
-
-
-def _shifted(crcs: Words, nbytes: NDArray[np.int64]) -> Words:
-    """Returns crcs · x^(8 · nbytes)."""
-    return _times(crcs, _power(nbytes))
 
 
 def _power(exponents: NDArray[Any]) -> Words:

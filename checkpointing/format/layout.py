@@ -21,7 +21,8 @@ import json
 import math
 import re
 import struct
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +117,6 @@ class Section:
 
     @property
     def index(self) -> str:
-        """Name of the JSON file that maps tensor names to files."""
         return f"{self.folder}{self.stem}.safetensors.index.json"
 
     def file(self, number: int, count: int) -> str:
@@ -143,8 +143,8 @@ def step_name(step: int) -> str:
 
 
 def parse_step(name: str) -> int | None:
-    """Returns the step of a directory name; None for any other name."""
-    # Accepts only names that `step_name` returns, so that a step has one name.
+    """Returns the step of a name that `step_name` returns, so that a step has one name; else
+    None."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
@@ -162,16 +162,9 @@ def split_step(path: str) -> tuple[str, int | None]:
 def lay_out(
     section: Section, tensors: Mapping[str, TensorMeta], max_bytes: int
 ) -> list[TensorFile]:
-    """Distribute whole tensors over files greedily, in the given order.
-
-    Each file has the bytes that `safetensors.torch.save_file` would write.
-
-    Args:
-        section: the collection, which names the files.
-        tensors: metadata by name, in the order in which files are filled.
-        max_bytes: largest number of tensor bytes per file; a larger tensor has a file of its own.
-            Ignored for a section with a single file.
-    """
+    """Distribute whole tensors over the files of a section greedily, in the given order. Each file
+    has the bytes that `safetensors.torch.save_file` would write, and at most `max_bytes` of
+    tensors, unless it has one larger tensor or the section has a single file."""
     groups: list[dict[str, TensorMeta]] = []
     room = -1
     for name, meta in tensors.items():
@@ -220,11 +213,7 @@ def _tensor_file(name: str, tensors: Mapping[str, TensorMeta]) -> TensorFile:
 
 def header_bytes(prefix: bytes, where: str, size: int) -> int:
     """Returns the number of bytes before the first tensor, from the first 8 bytes of a safetensors
-    file of `size` bytes.
-
-    Raises:
-        DamagedCheckpoint: the file is not a safetensors file.
-    """
+    file of `size` bytes. Raises DamagedCheckpoint if it is not such a file."""
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
     if length > min(MAX_HEADER_BYTES, size - 8):
         raise DamagedCheckpoint(f"{where}: not a safetensors file, or damaged at its start")
@@ -233,29 +222,23 @@ def header_bytes(prefix: bytes, where: str, size: int) -> int:
 
 def parse_header(header: bytes, file: str, size: int, where: str) -> dict[str, StoredTensor]:
     """Returns the tensors of a safetensors file by name, from its header including the length word.
+    Raises DamagedCheckpoint if the header is malformed, or its tensors do not fill the file.
 
     Args:
         header: as many bytes as `header_bytes` returns.
         file: name of the file, for the result.
         size: bytes of the whole file.
         where: path of the file, for messages.
-
-    Raises:
-        DamagedCheckpoint: the header is malformed, or its tensors do not fill the file exactly.
     """
     tensors: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int]] = []
-    try:
+    with _parsing(f"{where}: its header is unreadable or damaged"):
         entries = read_object(header[8:])
         entries.pop("__metadata__", None)
         for name, entry in entries.items():
             begin, end, meta = _parse_entry(name, entry)
             tensors[name] = StoredTensor(file, len(header) + begin, meta)
             spans.append((begin, end))
-    except (ValueError, KeyError) as error:
-        raise DamagedCheckpoint(
-            f"{where}: its header is unreadable or damaged: {_why(error)}"
-        ) from error
     position = 0
     # In a file without gaps and overlaps, no bytes are hidden from readers.
     for begin, end in sorted(spans):
@@ -292,60 +275,37 @@ def _parse_entry(name: str, entry: Any) -> tuple[int, int, TensorMeta]:
 
 
 def index_json(files: Iterable[TensorFile]) -> bytes:
-    """Returns the index of some files in Hugging Face's format, as JSON: the file of each tensor,
-    and totals."""
+    """Returns the index of some files in Hugging Face's format: file of each tensor, and totals."""
     stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
     metadata = {
         "total_parameters": sum(math.prod(tensor.meta.shape) for tensor in stored.values()),
         "total_size": sum(tensor.meta.nbytes for tensor in stored.values()),
     }
     weight_map = {name: tensor.file for name, tensor in stored.items()}
-    index = {"metadata": metadata, "weight_map": weight_map}
-    return json_bytes(index)
+    return json_bytes({"metadata": metadata, "weight_map": weight_map})
 
 
 def parse_index(data: bytes, file: str) -> dict[str, str]:
-    """Returns the weight map (tensor name → file) of an index.
-
-    Raises:
-        DamagedCheckpoint: `data` is not an index.
-    """
-    try:
+    """Returns the weight map (tensor name → file) of an index. Raises DamagedCheckpoint if `data`
+    is not an index."""
+    with _parsing(f"{file}: not an index of safetensors files"):
         weight_map = an_object(read_object(data)["weight_map"])
         for name, target in weight_map.items():
             if not is_plain(target):
                 raise ValueError(f"{target!a} for {printable(name)} names no file below its folder")
         return weight_map
-    except (ValueError, KeyError) as error:
-        raise DamagedCheckpoint(
-            f"{file}: not an index of safetensors files: {_why(error)}"
-        ) from error
 
 
 def parse_state(data: bytes, file: str) -> dict[str, Any]:
-    """Parse trainer_state.json.
-
-    Raises:
-        DamagedCheckpoint: `data` is not a JSON object.
-    """
-    try:
+    """Parse trainer_state.json. Raises DamagedCheckpoint if `data` is not a JSON object."""
+    with _parsing(f"{file}: damaged"):
         return read_object(data)
-    except ValueError as error:
-        raise DamagedCheckpoint(f"{file}: damaged: {error}") from error
 
 
 def check_state(state: Mapping[str, Any], step: int, file: str) -> None:
-    """Check that a trainer state belongs to `step`, and that its counts, if present, are whole
-    numbers.
-
-    Args:
-        state: result of `parse_state`.
-        step: step in the commit record.
-
-    Raises:
-        DamagedCheckpoint: the check failed; the message says why.
-    """
-    try:
+    """Raises DamagedCheckpoint unless the trainer state in `file` belongs to `step`, and its
+    counts, if present, are whole numbers."""
+    with _parsing(file):
         for name in _STATE_COUNTS & state.keys():
             try:
                 count(state[name])
@@ -355,8 +315,6 @@ def check_state(state: Mapping[str, Any], step: int, file: str) -> None:
             an_object(state[name])
         if state.get("step", step) != step:
             raise ValueError(f"is of step {state['step']}, but the commit record of step {step}")
-    except ValueError as error:
-        raise DamagedCheckpoint(f"{file}: {error}") from error
 
 
 def json_bytes(value: Any) -> bytes:
@@ -366,9 +324,8 @@ def json_bytes(value: Any) -> bytes:
 
 def block_checksums(data: bytes) -> tuple[int, ...]:
     """Returns the CRC-32 of each block of a small file."""
-    return tuple(
-        crc32(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES)
-    )
+    starts = range(0, len(data), BLOCK_BYTES)
+    return tuple(crc32(data[start : start + BLOCK_BYTES]) for start in starts)
 
 
 @dataclass(frozen=True)
@@ -408,16 +365,9 @@ class CommitRecord:
 
     @staticmethod
     def decode(data: bytes, where: str) -> "CommitRecord":
-        """Parse index.json.
-
-        Args:
-            where: path of the file, for messages.
-
-        Raises:
-            DamagedCheckpoint: the record is malformed, or its own checksum is wrong.
-            StorageError: the format is newer than this code.
-        """
-        try:
+        """Parse index.json, the file `where`. Raises DamagedCheckpoint if it is malformed or its
+        own checksum is wrong, and StorageError if the format is newer than this code."""
+        with _parsing(f"{where}: damaged commit record"):
             body = read_object(data)
             checksum = body.pop("sha256")
             if checksum != _digest(body):
@@ -428,17 +378,14 @@ class CommitRecord:
                     f"{where}: written in format {body['format']} by a later version of perdure; "
                     f"this one reads up to format {FORMAT}: update perdure"
                 )
-            files = {
-                name: _file_record(name, file) for name, file in an_object(body["files"]).items()
-            }
+            entries = an_object(body["files"]).items()
+            files = {name: _file_record(name, file) for name, file in entries}
             if body["block_bytes"] != BLOCK_BYTES or any(
                 len(file.checksums) != -(-file.size // BLOCK_BYTES) for file in files.values()
             ):
                 raise ValueError(f"its checksums are not of blocks of {BLOCK_BYTES} bytes")
             odd = tuple(map(a_text, a_list(body.get("not_finite", []))))
             return CommitRecord(count(body["step"]), files, odd)
-        except (ValueError, KeyError) as error:
-            raise DamagedCheckpoint(f"{where}: damaged commit record: {_why(error)}") from error
 
 
 def _file_record(name: str, entry: Any) -> FileRecord:
@@ -451,8 +398,15 @@ def _file_record(name: str, entry: Any) -> FileRecord:
     return FileRecord(count(fields["bytes"]), tuple(int(crc, 16) for crc in sums))
 
 
-def _why(error: Exception) -> str:
-    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+@contextmanager
+def _parsing(what: str) -> Iterator[None]:
+    """Turn errors of malformed contents into DamagedCheckpoint."""
+    try:
+        yield
+    except KeyError as error:
+        raise DamagedCheckpoint(f"{what}: it lacks {error}") from error
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{what}: {error}") from error
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -41,25 +41,20 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Returns an optimizer's live tensors, not copies. Their names are `<fqn>.<key>`: for AdamW
     `<fqn>.exp_avg`, `<fqn>.exp_avg_sq` and `<fqn>.step`. Most optimizers have no tensors before
-    their first step.
-
-    Raises:
-        ValueError: part of the state cannot be saved; the message says which and why.
-    """
+    `<fqn>.exp_avg`, `<fqn>.exp_avg_sq` and `<fqn>.step`. Most optimizers have no tensors before
+    their first step. Raises ValueError if part of the state cannot be saved."""
     return optimizer_state(optimizer, parameters).tensors
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Parameters, name: str = "optimizer"
 ) -> OptimizerState:
-    """Returns the current state of an optimizer, without making a step.
+    """Returns the current state of an optimizer, without making a step. Raises ValueError, which
+    says which part of the state cannot be saved and why.
 
     Args:
         parameters: parameters by FQN, such as `dict(model.named_parameters())`.
         name: name of the optimizer, used as prefix of state that belongs to no parameter.
-
-    Raises:
-        ValueError: part of the state cannot be saved; the message says which and why.
     """
     kind = type(optimizer).__name__
     names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in parameters.items()}
@@ -99,10 +94,8 @@ def optimizer_state(
 def _in_order(names: Mapping[str, Any], parameters: Parameters) -> list[str]:
     """Returns names of parameters in the parameters' order, then other names sorted. Saving and
     loading use the same order, so that a restart recognises the state that was left in memory."""
-    return [
-        *(fqn for fqn in parameters if fqn in names),
-        *sorted(name for name in names if name not in parameters),
-    ]
+    first = [fqn for fqn in parameters if fqn in names]
+    return [*first, *sorted(name for name in names if name not in parameters)]
 
 
 def _sorted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -110,11 +103,8 @@ def _sorted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer overrides `state_dict` and returns other contents than torch's.
-
-    Raises:
-        ValueError: the method fails, or omits the state of an optimizer inside this one.
-    """
+    """Whether the optimizer overrides `state_dict` and returns other contents than torch's. Raises
+    ValueError if the method fails, or omits the state of an optimizer inside this one."""
     return _own_state(optimizer) is not None
 
 
@@ -185,11 +175,7 @@ class _Writer:
     tensors: dict[str, Tensor]
 
     def write(self, value: Any, name: str, like: Tensor | None) -> Any:
-        """Returns a tree as JSON.
-
-        Args:
-            like: the parameter that the state belongs to.
-        """
+        """Returns a tree as JSON. `like` is the parameter that the state belongs to."""
         # parameters are saved with the model
         if isinstance(value, Tensor) and value in self.names:
             return {"$parameter": self.names[value]}
@@ -236,9 +222,8 @@ class _Writer:
                 )
             inner, given = value.__tensor_flatten__()
             parts = {key: self.write(getattr(value, key), f"{name}.{key}", None) for key in inner}
-            kind = type(value)
-            subclass = f"{kind.__module__}:{kind.__qualname__}", to_json(given, name)
-            return {"$subclass": [*subclass, [*value.shape], [*value.stride()], parts]}
+            saved = _named(type(value)), to_json(given, name), [*value.shape], [*value.stride()]
+            return {"$subclass": [*saved, parts]}
         if value.layout != torch.strided or value.dtype not in STORED_DTYPES:
             raise ValueError(
                 f"{self.kind} keeps {name} as {value.layout} of {value.dtype}, which cannot be "
@@ -272,14 +257,12 @@ def optimizer_targets(
     metas: Mapping[str, TensorMeta],
     name: str = "optimizer",
 ) -> OptimizerTargets:
-    """Returns tensors for the state in a checkpoint; changes nothing until `put` is called.
+    """Returns tensors for the state in a checkpoint; changes nothing until `put` is called. Raises
+    WrongModel if the state is of a tensor subclass that is not imported.
 
     Args:
         trees: `OptimizerState.trees` from the checkpoint; None in old checkpoints.
         metas: dtypes and shapes of the optimizer's tensors in the checkpoint, by name.
-
-    Raises:
-        WrongModel: the state is of a tensor subclass that is not imported.
     """
     if trees is None:
         trees = _flat(parameters, metas)
@@ -336,21 +319,18 @@ class _Reader:
         """
         if isinstance(tree, list):
             row = live if isinstance(live, list | tuple | deque) else []
-            return [
-                self.read(one, f"{name}.{place}", like, _at(row, place), key)
-                for place, one in enumerate(tree)
-            ]
+            parts = enumerate(tree)
+            return [self.read(one, f"{name}.{at}", like, _at(row, at), key) for at, one in parts]
         if not isinstance(tree, dict):
             return from_json(tree)
         match next(iter(tree.items()), None):
             case ("$parameter", fqn):
                 return self.parameters[fqn]
-            case ("$like", (dtype, shape, spread)):
-                found = self._tensor(TORCH_DTYPES[dtype], tuple(shape), spread, like, live, key)
-                self.tensors[name] = found
+            case ("$like", (_, _, _) as saved):
+                self.tensors[name] = found = self._tensor(saved, like, live, key)
                 return found
-            case ("$subclass", (kind, given, shape, stride, parts)):
-                return self._subclass(kind, given, shape, stride, parts, name, like, live)
+            case ("$subclass", (_, _, _, _, _) as saved):
+                return self._subclass(saved, name, like, live)
             case ("$deque", (length, parts)):
                 return deque(self.read(parts, name, like, live, key), maxlen=length)
             case ("$tuple", parts):
@@ -377,15 +357,8 @@ class _Reader:
             return f"{key}"
         return next(fqn for fqn, parameter in self.parameters.items() if parameter is key)
 
-    def _tensor(
-        self,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        spread: bool | None,
-        like: Tensor | None,
-        live: Any,
-        key: str,
-    ) -> Tensor:
+    def _tensor(self, saved: list[Any], like: Tensor | None, live: Any, key: str) -> Tensor:
+        dtype, shape, spread = TORCH_DTYPES[saved[0]], tuple(saved[1]), saved[2]
         if isinstance(live, Tensor) and live.dtype == dtype and live.shape == shape:
             return live
         if like is None:
@@ -394,26 +367,16 @@ class _Reader:
             if shape == like.shape:
                 return torch.empty_like(like, dtype=dtype, requires_grad=False)
             placements = placements_of(shape, like)
-            return empty(
-                *shape, dtype=dtype, device_mesh=like.device_mesh, placements=placements
-            )  # fmt: skip
+            mesh = like.device_mesh
+            return empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
         if shape == like.shape and not isinstance(like, DTensor):
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
         # torch's load_state_dict keeps `step` on the CPU, so the same is done here
         host = key == "step" and not shape
         return torch.empty(shape, dtype=dtype, device="cpu" if host else like.device)
 
-    def _subclass(
-        self,
-        kind: str,
-        given: Any,
-        shape: list[int],
-        stride: list[int],
-        parts: dict[str, Any],
-        name: str,
-        like: Tensor | None,
-        live: Any,
-    ) -> Tensor:
+    def _subclass(self, saved: list[Any], name: str, like: Tensor | None, live: Any) -> Tensor:
+        kind, given, shape, stride, parts = saved
         of = next((one for one in _subclasses(Tensor) if _named(one) == kind), None)
         if of is None or not hasattr(of, "__tensor_unflatten__"):
             raise WrongModel(
@@ -425,8 +388,8 @@ class _Reader:
             key: self.read(part, f"{name}.{key}", like, getattr(lives, key, None), key)
             for key, part in parts.items()
         }
-        size = torch.Size(shape)
-        found: Tensor = of.__tensor_unflatten__(inner, from_json(given), size, tuple(stride))
+        given, size = from_json(given), torch.Size(shape)
+        found: Tensor = of.__tensor_unflatten__(inner, given, size, tuple(stride))
         return found
 
 

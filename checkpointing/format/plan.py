@@ -98,6 +98,14 @@ class Box:
     local_offset: tuple[int, ...]
     """First index in the rank's local tensor."""
 
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> "Box":
+        origin = (0,) * len(shape)
+        return Box(origin, shape, origin)
+
+    def nbytes(self, meta: TensorMeta) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[meta.dtype]
+
 
 @dataclass(frozen=True)
 class TensorPiece:
@@ -110,12 +118,9 @@ class TensorPiece:
 
 
 def merge_specs(specs_of_ranks: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
-    """Merge the specs of each (global) rank, in the order of ranks and names.
-
-    Raises:
-        ValueError: ranks disagree about a tensor's shape, dtype or splits, or a rank lacks a tensor
-            of which it must hold a part.
-    """
+    """Merge the specs of each (global) rank, in the order of ranks and names. Raises ValueError if
+    ranks disagree about a tensor's shape, dtype or splits, or a rank lacks a tensor of which it
+    must hold a part."""
     holders: dict[str, list[int]] = {}
     merged: dict[str, TensorSpec] = {}
     for rank, specs in specs_of_ranks.items():
@@ -143,8 +148,7 @@ def merge_specs(specs_of_ranks: Mapping[int, Mapping[str, TensorSpec]]) -> dict[
 
 def assign_files(files: Sequence[TensorFile], nodes: int) -> dict[str, int]:
     """Returns the node that owns each file: the largest file first, to the node with the fewest
-    bytes so far (Graham's LPT rule, within 4/3 of the optimum). The result is equal on all
-    ranks."""
+    bytes so far (Graham's LPT rule, within 4/3 of the optimum). Equal on all ranks."""
     loads = [(0, node) for node in range(nodes)]
     owners = {}
     # the name breaks ties, so that all ranks get the same result
@@ -169,11 +173,8 @@ def plan_pieces(
     tensor's name decides which of them contributes a remaining row, or a small tensor as a whole.
     So the division of a tensor does not depend on other tensors.
 
-    Args:
-        specs: all tensors, the same on all ranks.
-        stored: position of each tensor in the checkpoint.
-        owners: file → ranks of the node that owns it.
-    """
+    `specs` has all tensors, and is the same on all ranks; `owners`: file → ranks of the node that
+    owns it."""
     pieces = []
     for name, spec in specs.items():
         boxes = local_boxes(spec.meta.shape, spec.layouts, rank)
@@ -193,8 +194,7 @@ def plan_pieces(
 def plan_file(
     file: TensorFile, specs: Mapping[str, TensorSpec], owner: tuple[int, ...]
 ) -> Iterator[tuple[int, TensorPiece]]:
-    """Yields (rank, piece) for all pieces of one file, as `plan_pieces` assigns them. Used by the
-    node that owns the file."""
+    """Yields (rank, piece) for all pieces of one file, as `plan_pieces` assigns them."""
     for name, stored in file.tensors.items():
         spec = specs[name]
         done: set[int] = set()
@@ -222,11 +222,10 @@ def _first(name: str, contributors: Sequence[int]) -> int:
 
 
 def _share(spec: TensorSpec, box: Box, turn: int, count: int) -> Box | None:
-    """Returns the slab of a box that contributor `turn` of `count` contributes; None if that is no
-    byte."""
+    """Returns the slab of a box that contributor `turn` of `count` contributes; None if empty."""
     if count == 1:
         return box
-    if math.prod(box.shape) * DTYPE_BYTES[spec.meta.dtype] < SMALL_BYTES:
+    if box.nbytes(spec.meta) < SMALL_BYTES:
         return None if turn else box
     # the first dimension that can be divided gives the longest contiguous slabs
     dim = next(dim for dim, length in enumerate(box.shape) if length > 1)
@@ -244,8 +243,7 @@ def _share(spec: TensorSpec, box: Box, turn: int, count: int) -> Box | None:
 
 @lru_cache(maxsize=4096)
 def replica_set(layouts: tuple[TensorLayout, ...], rank: int) -> tuple[int, ...]:
-    """Returns the ranks that hold the same boxes as `rank`, including `rank`; () if it holds
-    none."""
+    """Returns the ranks that hold the same boxes as `rank`, with `rank`; () if it holds none."""
     coordinate = _coordinate(layouts, rank)
     if coordinate is None:
         return ()
@@ -296,9 +294,8 @@ def _coordinate(layouts: tuple[TensorLayout, ...], rank: int) -> tuple[int, ...]
 def local_boxes(
     shape: tuple[int, ...], layouts: tuple[TensorLayout, ...], rank: int
 ) -> tuple[Box, ...]:
-    """Returns the boxes of a whole tensor of `shape` that `rank` holds, none of them empty.
-
-    Each dimension is split like torch.chunk: parts of ceil(size / count), the last parts shorter or
+    """Returns the boxes of a whole tensor of `shape` that `rank` holds, none of them empty. Each
+    dimension is split like torch.chunk: parts of ceil(size / count), the last parts shorter or
     empty."""
     coordinate = _coordinate(layouts, rank)
     if coordinate is None:

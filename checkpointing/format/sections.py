@@ -9,15 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from checkpointing.format.layout import (
-    MODEL,
-    OPTIMIZER,
-    Section,
-    StoredTensor,
-    TensorFile,
-    index_json,
-    lay_out,
-)
+from checkpointing.format import layout
 from checkpointing.format.plan import TensorSpec
 
 T = TypeVar("T")
@@ -31,7 +23,7 @@ class PlanInput:
     """Specs and files from which every rank and every writer derives the same plan."""
 
     specs: Specs
-    files: Sequence[TensorFile]
+    files: Sequence[layout.TensorFile]
     indexes: Mapping[str, bytes]
     tensors: str
     """Digest of names, dtypes, shapes and files."""
@@ -40,7 +32,7 @@ class PlanInput:
 def by_section(model: Mapping[str, T], optimizer: Mapping[str, T]) -> dict[str, T]:
     """Returns the values of both sections in one dictionary, as model/<name> and
     optimizer/<name>."""
-    return {**_prefixed(MODEL.stem, model), **_prefixed(OPTIMIZER.stem, optimizer)}
+    return {**_prefixed(layout.MODEL.stem, model), **_prefixed(layout.OPTIMIZER.stem, optimizer)}
 
 
 def _prefixed(section: str, values: Mapping[str, T]) -> dict[str, T]:
@@ -48,25 +40,26 @@ def _prefixed(section: str, values: Mapping[str, T]) -> dict[str, T]:
 
 
 def plan_input(
-    model: Specs, optimizer: Specs, max_shard_bytes: int, of_model: Section = MODEL
+    model: Specs, optimizer: Specs, max_shard_bytes: int, of_model: layout.Section = layout.MODEL
 ) -> PlanInput:
     """Decide in which file and where each tensor is stored, from names, dtypes and shapes alone.
     `of_model` is MODEL or ADAPTER."""
-    files: list[TensorFile] = []
+    files: list[layout.TensorFile] = []
     indexes: dict[str, bytes] = {}
-    for prefix, section, specs in (
-        (MODEL.stem, of_model, model),
-        (OPTIMIZER.stem, OPTIMIZER, optimizer),
-    ):
+    of_each = (
+        (layout.MODEL.stem, of_model, model),
+        (layout.OPTIMIZER.stem, layout.OPTIMIZER, optimizer),
+    )
+    for prefix, section, specs in of_each:
         metas = {name: spec.meta for name, spec in specs.items()}
-        of_section = lay_out(section, metas, max_shard_bytes)
-        indexes[section.index] = index_json(of_section)
+        of_section = layout.lay_out(section, metas, max_shard_bytes)
+        indexes[section.index] = layout.index_json(of_section)
         files += [replace(file, tensors=_prefixed(prefix, file.tensors)) for file in of_section]
     digest = hashlib.sha256(b"".join(file.header for file in files)).hexdigest()
     return PlanInput(by_section(model, optimizer), files, indexes, digest)
 
 
-def stored_by_name(files: Sequence[TensorFile]) -> dict[str, StoredTensor]:
+def stored_by_name(files: Sequence[layout.TensorFile]) -> dict[str, layout.StoredTensor]:
     return {name: tensor for file in files for name, tensor in file.tensors.items()}
 
 

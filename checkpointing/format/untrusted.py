@@ -28,86 +28,54 @@ def is_plain(name: Any) -> bool:
 
 
 def printable(text: str) -> str:
-    """Returns text for a terminal or a log, with line ends, escapes and other unprintable
-    characters as in a Python string literal."""
+    """Returns text for a terminal or a log, with unprintable characters, such as line ends and
+    escapes, as in a Python string literal."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def count(value: Any) -> int:
-    """Returns `value`, checked to be a number of bytes, elements or steps.
-
-    Raises:
-        ValueError: `value` is no whole number from 0 to 2^63 - 1.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_COUNT:
-        raise ValueError(f"{_short(value)} where a whole number is due")
-    return value
+    """Returns `value` if it is a number of bytes, elements or steps: a whole number from 0 to
+    2^63 - 1. Else raises ValueError, as the next functions do."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return _checked(value, whole and 0 <= value <= _MAX_COUNT, "a whole number")
 
 
 def number(value: Any) -> float:
-    """Returns `value`, checked to be a finite number.
-
-    Raises:
-        ValueError: `value` is no finite number.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
-        raise ValueError(f"{_short(value)} where a number is due")
-    return value
+    finite = isinstance(value, int | float) and abs(value) < math.inf
+    return _checked(value, finite and not isinstance(value, bool), "a number")
 
 
 def a_list(value: Any, most: int | None = None) -> list[Any]:
-    """Returns `value`, checked to be a list of at most `most` values.
-
-    Raises:
-        ValueError: `value` is no such list.
-    """
-    if not isinstance(value, list) or (most is not None and len(value) > most):
-        raise ValueError(f"{_short(value)} where a list is due")
-    return value
+    right = isinstance(value, list) and (most is None or len(value) <= most)
+    return _checked(value, right, "a list")
 
 
 def a_text(value: Any) -> str:
-    """Returns `value`, checked to be text.
+    return _checked(value, isinstance(value, str), "text")
 
-    Raises:
-        ValueError: `value` is not text.
-    """
-    if not isinstance(value, str):
-        raise ValueError(f"{_short(value)} where text is due")
+
+def an_object(value: Any) -> dict[str, Any]:
+    return _checked(value, isinstance(value, dict), "an object")
+
+
+def _checked(value: Any, right: bool, due: str) -> Any:
+    if not right:
+        raise ValueError(f"{_short(value)} where {due} is due")
     return value
 
 
 def a_name(value: Any) -> str:
-    """Returns `value`, checked by `is_plain`.
-
-    Raises:
-        ValueError: `value` is no plain name.
-    """
+    """Returns `value` if `is_plain`, else raises ValueError."""
     if not is_plain(value):
         raise ValueError(f"{_short(value)} is no file in its directory")
     return str(value)
 
 
-def an_object(value: Any) -> dict[str, Any]:
-    """Returns `value`, checked to be a JSON object.
-
-    Raises:
-        ValueError: `value` is no object.
-    """
-    if not isinstance(value, dict):
-        raise ValueError(f"{_short(value)} where an object is due")
-    return value
-
-
 def read_object(data: bytes | str) -> dict[str, Any]:
-    """Parse the object in a JSON file.
-
-    Raises:
-        ValueError: the file is no JSON object, too large or nested too deeply. The message is one
-            line.
-    """
+    """Parse the object in a JSON file. Raises ValueError, with a message of one line, if it is no
+    JSON object, too large or nested too deeply."""
     if len(data) > MAX_JSON_BYTES:
         raise ValueError(f"{len(data)} bytes of JSON, more than {MAX_JSON_BYTES}")
     try:
@@ -123,8 +91,8 @@ def read_object(data: bytes | str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a JSON object after checking that all its names differ: programs disagree about which
-    of two equal names is valid."""
+    """Raises ValueError unless all names in a JSON object differ: programs disagree about which of
+    two equal names is valid."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]

@@ -20,15 +20,9 @@ _DTYPES = {
 
 def to_json(value: Any, name: str) -> Any:
     """Returns a value in a form that JSON accepts; `from_json` restores it with equal types.
-
-    Args:
-        value: numbers, strings, None, bytes, CPU or GPU tensors, dtypes, numpy arrays; and lists,
-            tuples, sets, dictionaries and Counters of these.
-        name: name of the value, for errors.
-
-    Raises:
-        ValueError: `value` contains something else; the message says where and what.
-    """
+    Accepts numbers, strings, None, bytes, CPU or GPU tensors, dtypes, numpy arrays; and lists,
+    tuples, sets, dictionaries and Counters of these. Else raises ValueError, whose message says
+    where, beginning with `name`, and what."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, np.generic):

@@ -126,8 +126,7 @@ class DcpCheckpoint:
     def read(self, stored: StoredTensor) -> Tensor:
         """Returns a whole tensor, on the CPU. Raises the errors of `fill`."""
         whole = torch.empty(stored.meta.shape, dtype=TORCH_DTYPES[stored.meta.dtype])
-        origin = (0,) * whole.ndim
-        self.fill({"": stored}, {"": LocalTarget(whole, [Box(origin, tuple(whole.shape), origin)])})
+        self.fill({"": stored}, {"": LocalTarget(whole, [Box.whole(stored.meta.shape)])})
         return whole
 
     @torch.no_grad()

@@ -47,7 +47,7 @@ class ReadUnit:
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(self.stored.meta, self.box)
+        return self.box.nbytes(self.stored.meta)
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,10 @@ def plan_reads(
         spec, at = specs[name], stored[name]
         whole = _is_fine(at.meta, spec.layouts[0])
         for one, holders in holders_of(spec.layouts, whole):
-            boxes = [_whole(at.meta)] if whole else local_boxes(at.meta.shape, spec.layouts, one)
+            shape = at.meta.shape
+            boxes = [Box.whole(shape)] if whole else local_boxes(shape, spec.layouts, one)
             for box in boxes:
-                nbytes = _nbytes(at.meta, box)
+                nbytes = box.nbytes(at.meta)
                 if 0 < nbytes < SMALL_BYTES and one == rank:
                     plan.own.append(ReadUnit(name, at, box, holders.of_rank))
                 elif nbytes >= SMALL_BYTES and len(holders.near) == 1:
@@ -150,15 +151,6 @@ def _is_fine(meta: TensorMeta, layout: TensorLayout) -> bool:
     cut = max((dim for dim, count in enumerate(parts) if count > 1), default=0)
     stretch = DTYPE_BYTES[meta.dtype] * math.prod(meta.shape[cut:]) // math.prod(parts[cut:])
     return math.prod(meta.shape[:cut]) > 1 and stretch < SMALL_BYTES
-
-
-def _whole(meta: TensorMeta) -> Box:
-    origin = (0,) * len(meta.shape)
-    return Box(origin, meta.shape, origin)
-
-
-def _nbytes(meta: TensorMeta, box: Box) -> int:
-    return DTYPE_BYTES[meta.dtype] * math.prod(box.shape)
 
 
 # --- slabs -----------------------------------------------------------------------------------

@@ -11,15 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from checkpointing.errors import DamagedCheckpoint, WrongModel
-from checkpointing.format.layout import (
-    MODEL,
-    OPTIMIZER,
-    CommitRecord,
-    StoredTensor,
-    TensorMeta,
-    parse_step,
-    sections_of,
-)
+from checkpointing.format import layout
 from checkpointing.format.sections import by_section, stored_by_name
 from checkpointing.load.fill import read_together
 from checkpointing.load.memory import (
@@ -63,7 +55,7 @@ class LoadGoal:
     """Joint names (see sections.py) of tensors that must not hold NaN or infinity."""
 
 
-GoalOf = Callable[[Mapping[str, Any], Mapping[str, TensorMeta]], LoadGoal]
+GoalOf = Callable[[Mapping[str, Any], Mapping[str, layout.TensorMeta]], LoadGoal]
 """(saved trainer state, metadata of the saved optimizer tensors as far as known) → goal. Called on
 all ranks."""
 
@@ -81,7 +73,9 @@ def load_step(
     all ranks a RankError, whose `kind` is WrongModel, DamagedCheckpoint or StorageError."""
     lock = ExitStack()
 
-    def look() -> tuple[CommitRecord, tuple[dict[str, StoredTensor], ...], dict[str, Any]]:
+    def look() -> tuple[
+        layout.CommitRecord, tuple[dict[str, layout.StoredTensor], ...], dict[str, Any]
+    ]:
         lock.enter_context(reading_lock(path))
         step = open_step(path)
         stored = tuple(stored_tensors(step, one, verify=False) for one in step.sections)
@@ -89,11 +83,11 @@ def load_step(
 
     def compare() -> None:
         for section, there, wanted in zip(
-            sections_of(record.files), (model, optimizer), goal.described.specs, strict=True
+            layout.sections_of(record.files), (model, optimizer), goal.described.specs, strict=True
         ):
             try:
                 # to the user, an adapter is the model
-                what = OPTIMIZER.stem if section is OPTIMIZER else MODEL.stem
+                what = layout.OPTIMIZER.stem if section is layout.OPTIMIZER else layout.MODEL.stem
                 refuse_differences(path, there, wanted, what)
             except WrongModel:
                 if verify:  # headers are not checked yet, and a damaged one could cause the error
@@ -133,7 +127,7 @@ class MemoryStep:
     run: str
     """Token of the run, see memory.py [Note: token]."""
     parts: list[LeftoverSlot]
-    stored: dict[str, StoredTensor]
+    stored: dict[str, layout.StoredTensor]
     state: dict[str, Any]
     goal: LoadGoal
 
@@ -267,7 +261,7 @@ def load_memory(ranks: RankGroup, memory: MemoryStep, pull: Pull, kept: Mapping[
 
 def newest_step(paths: Sequence[Place]) -> int | None:
     """Returns the newest step in the result of `list_steps`, undamaged or not."""
-    return parse_step(paths[0].name) if paths else None
+    return layout.parse_step(paths[0].name) if paths else None
 
 
 def _newest_good(paths: Sequence[Place]) -> int | None:

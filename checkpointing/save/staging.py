@@ -262,7 +262,7 @@ class _Part:
     def nbytes(self) -> int:
         if self.stop is not None:
             return self.stop - self.start
-        return math.prod(self.piece.box.shape) * DTYPE_BYTES[self.piece.stored.meta.dtype]
+        return self.piece.box.nbytes(self.piece.stored.meta)
 
     def of(self, local: Tensor) -> Tensor:
         """Returns this part's bytes of the local tensor: a view, or a copy if the tensor is not in

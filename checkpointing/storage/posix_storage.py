@@ -28,17 +28,8 @@ from typing import Self
 from checkpointing.errors import DamagedCheckpoint, StorageError, explain, reading
 from checkpointing.format.layout import COMMIT_RECORD, LATEST, OPTIMIZER, TensorFile, parse_step
 from checkpointing.format.untrusted import printable
-from checkpointing.storage import posix
+from checkpointing.storage import ownership, posix
 from checkpointing.storage.folders import is_private
-from checkpointing.storage.ownership import (
-    TrustedUsers,
-    is_alive,
-    is_foreign,
-    is_owner,
-    lets_group_write,
-    owner,
-    require_own_link,
-)
 from checkpointing.wire import register
 
 logger = logging.getLogger(__name__)
@@ -61,7 +52,7 @@ class NewPosixStep:
     def of(final: Path) -> "NewPosixStep":
         """Returns a step with a temporary name that is new at each call, so that late writers of a
         failed save of the same step do not touch it."""
-        name = f"{final.name}.tmp-{next(_numbers)}-{owner()}"
+        name = f"{final.name}.tmp-{next(_numbers)}-{ownership.owner()}"
         return NewPosixStep(final, final.with_name(name))
 
     def begin(self, files: Sequence[TensorFile]) -> None:
@@ -89,7 +80,7 @@ class NewPosixStep:
     @property
     def _mode(self) -> int:
         """Mode of new files, before the umask: only trusted users may change them."""
-        return 0o666 if lets_group_write(self.final.parent) else 0o644
+        return 0o666 if ownership.lets_group_write(self.final.parent) else 0o644
 
     def writer(self, file: str, size: int) -> "PosixWriter":
         return PosixWriter(self.tmp, file, size)
@@ -135,7 +126,7 @@ def _inside(tmp: Path) -> Iterator[Path]:
     descriptor = os.open(tmp, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     folder = f"/proc/self/fd/{descriptor}"
     try:
-        if os.fstat(descriptor).st_uid not in TrustedUsers((), tmp.parent):
+        if os.fstat(descriptor).st_uid not in ownership.TrustedUsers((), tmp.parent):
             raise PermissionError(errno.EPERM, "was exchanged by another user", str(tmp))
         yield Path(folder)
     except OSError as error:
@@ -273,7 +264,7 @@ class PosixStorage:
         posix.append(path, data)
 
     def make_directory(self, path: Path) -> None:
-        require_own_link(path)
+        ownership.require_own_link(path)
         posix.make_directory(path)
 
     def filesystem(self, path: Path) -> str:
@@ -282,20 +273,20 @@ class PosixStorage:
     # --- steps -----------------------------------------------------------------------------------
 
     def steps(self, directory: Path) -> list[Path]:
-        require_own_link(directory)
+        ownership.require_own_link(directory)
         return self.children(directory)
 
     def is_foreign(self, step: Path) -> bool:
-        return is_foreign(step)
+        return ownership.is_foreign(step)
 
     def new_step(self, final: Path) -> NewPosixStep:
         return NewPosixStep.of(final)
 
     def delete_step(self, path: Path) -> None:
-        if is_foreign(path):
+        if ownership.is_foreign(path):
             _put_aside(path)
             return
-        aside = path.with_name(f"{path.name}.trash-{owner()}")
+        aside = path.with_name(f"{path.name}.trash-{ownership.owner()}")
         shutil.rmtree(aside, ignore_errors=True)  # left by a failed deletion of the same step
         # renamed first, so that no reader finds a step that lacks files
         os.rename(path, aside)
@@ -307,9 +298,9 @@ class PosixStorage:
             if match is None:
                 continue
             # left by a failed deletion of this process
-            if path.name.endswith(f".trash-{owner()}"):
+            if path.name.endswith(f".trash-{ownership.owner()}"):
                 _remove(path)
-            elif is_owner(path.name, lost) or _is_abandoned(path):
+            elif ownership.is_owner(path.name, lost) or _is_abandoned(path):
                 logger.info("removing %s, which a dead run left behind", printable(str(path)))
                 _remove_left(path)
 
@@ -352,7 +343,7 @@ def _remove_left(path: Path) -> None:
     commit comes first and the rename fails, or its commit fails."""
     aside = path
     if ".trash-" not in path.name:
-        aside = path.with_name(f"{path.name}.trash-{owner()}")
+        aside = path.with_name(f"{path.name}.trash-{ownership.owner()}")
         try:
             os.rename(path, aside)
         except FileNotFoundError:  # another process was faster
@@ -364,7 +355,7 @@ def _remove_left(path: Path) -> None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    alive = is_alive(path.name)
+    alive = ownership.is_alive(path.name)
     if alive is not None:
         return not alive
     try:
