@@ -358,7 +358,6 @@ class Checkpointer:
         self._tensors.abandon()
 
     def _collect_outcomes(self) -> None:
-        """Collect the outcomes of ended saves, and log failures."""
         for outcome in self._tensors.outcomes():
             self._outcomes.append(outcome)
             if outcome.error and self._ranks.is_main:
@@ -392,11 +391,8 @@ class Checkpointer:
 
     def _agreed(self, parts: StateParts, reports: list[SaveReport]) -> dict[str, Any]:
         """Returns the plain values of all ranks, stored once if all ranks have the same, and the
-        parameter groups. Buffers become those of the first rank. Called on all ranks.
-
-        Raises:
-            ValueError: ranks save different steps, or hold different replicas.
-        """
+        parameter groups. Buffers become those of the first rank. Called on all ranks. Raises
+        ValueError if ranks save different steps, or hold different replicas."""
         if len(steps := sorted({number for number, *_ in reports})) > 1:
             raise ValueError(f"ranks save different steps: {', '.join(map(str, steps))}")
         samples = [sample for *_, sample in reports]
@@ -451,11 +447,8 @@ def _known_groups() -> list[dist.ProcessGroup]:
 
 
 def _united(key: str, of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the trees of an optimizer's state, by FQN, over ranks.
-
-    Raises:
-        ValueError: ranks have different trees for one parameter.
-    """
+    """Merge the trees of an optimizer's state, by FQN, over ranks. Raises ValueError if ranks have
+    different trees for one parameter."""
     found: dict[str, Any] = {}
     for rank, trees in enumerate(of_ranks):
         for name, tree in trees.items():
@@ -468,11 +461,8 @@ def _united(key: str, of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _whole(step: Any) -> int:
-    """Returns a step as an int; numpy and torch integers are accepted.
-
-    Raises:
-        ValueError: `step` is no whole number, or is negative.
-    """
+    """Returns a step, which may be a numpy or torch integer, as an int. Raises ValueError if it is
+    no whole number, or is negative."""
     try:
         number = int(operator.index(step))
     except TypeError:

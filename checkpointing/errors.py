@@ -57,13 +57,13 @@ class SaveFailed(CheckpointError):
         return str(self.args[0])
 
 
-_TRAVELLING = {
+_TRAVELLING: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
-        *(CheckpointError, WrongModel, DamagedCheckpoint, UnreadableCheckpoint, StorageError),
-        *(ValueError, RuntimeError),
+        CheckpointError, WrongModel, DamagedCheckpoint, UnreadableCheckpoint, StorageError,
+        ValueError, RuntimeError,
     )
-}
+}  # fmt: skip
 """Name → class of exceptions that all ranks raise if one rank does. Each takes one message."""
 
 
@@ -83,7 +83,6 @@ class RankFailure:
 
     @staticmethod
     def of(rank: int, error: Exception) -> "RankFailure":
-        """Describes an exception that occurred on this rank."""
         # A subclass such as UnicodeDecodeError cannot be created from a message alone.
         if isinstance(error, ValueError):
             return RankFailure(rank, "ValueError", str(error))

@@ -118,11 +118,8 @@ class CheckpointOptions:
 
 
 def number_of_bytes(name: str, size: int | str) -> int:
-    """Returns a size in bytes, which may be written as "4 GB" (10^9) or "4 GiB" (2^30).
-
-    Raises:
-        ValueError: `size` is no size; the message contains `name`, the recipe key.
-    """
+    """Returns a size in bytes, which may be written as "4 GB" (10^9) or "4 GiB" (2^30). Raises
+    ValueError, with `name`, the recipe key, if `size` is no size."""
     if isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)

@@ -31,7 +31,6 @@ class RankError(Exception):
 
     @staticmethod
     def of(rank: int, error: Exception) -> RankFailure:
-        """Describes an error on this rank for the other ranks."""
         return error.failure if isinstance(error, RankError) else RankFailure.of(rank, error)
 
 
@@ -46,12 +45,8 @@ def failing_alike() -> Iterator[None]:
 
 
 class RankGroup:
-    """The ranks of a process group, or this process alone. Methods are called on all ranks.
-
-    Args:
-        group: process group that carries CPU tensors. None: this process alone, with its rank in
-            the default group if there is one.
-    """
+    """The ranks of a process group that carries CPU tensors, or this process alone, with its rank
+    in the default group if there is one. Methods are called on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -67,10 +62,7 @@ class RankGroup:
 
     def together(self, work: Callable[[], T]) -> list[T]:
         """Run work() on every rank; returns all results in the order of ranks. Also a barrier.
-
-        Raises:
-            RankError: a rank failed. All ranks raise the error of the first rank that failed.
-        """
+        Raises RankError on all ranks, with the error of the first rank that failed."""
         outcome: Any = None
         cause = None
         try:
@@ -87,23 +79,15 @@ class RankGroup:
         return outcomes
 
     def each(self, work: Callable[[], T]) -> T:
-        """Run work() on every rank; returns this rank's result. Only failures are exchanged.
-
-        Raises:
-            RankError: a rank failed. All ranks raise the error of the first rank that failed.
-        """
+        """Like `together`, but returns this rank's result. Only failures are exchanged."""
         result: list[T] = []
         self.together(lambda: result.append(work()))
         return result[0]
 
     def share(self, tensors: Iterable[Tensor], held: Sequence[tuple[int, bytes]]) -> None:
         """Copy tensors to all ranks whose tensors have the same names and shapes, from the first of
-        these ranks.
-
-        Args:
-            held: for each rank: size of its tensors in bytes, and a digest of their names and
-                shapes.
-        """
+        these ranks. `held` has for each rank the size of its tensors in bytes, and a digest of
+        their names and shapes."""
         # All ranks must take part in every broadcast, even of tensors that a rank lacks.
         for one in dict.fromkeys(held):
             nbytes, first = one[0], held.index(one)
@@ -144,13 +128,8 @@ class RankGroup:
     ) -> list[dict[str, TensorSpec]]:
         """Returns, for each collection of tensors, the specs merged over all ranks; without a
         group, those of this rank. The specs themselves are exchanged only if their digests differ.
-
-        Args:
-            sections: returns this rank's collections; called once.
-
-        Raises:
-            RankError: `sections` failed, a tensor cannot be stored, or ranks contradict each other.
-        """
+        Calls `sections`, which returns this rank's collections, once. Raises RankError if it
+        failed, a tensor cannot be stored, or ranks contradict each other."""
         specs: list[dict[str, TensorSpec]] = []
         # DTensors name ranks of the whole world, even if this process acts alone.
         alone = self.group is None and dist.is_initialized()
@@ -173,15 +152,8 @@ class RankGroup:
 
 def exchange(value: Any, size: int, group: dist.ProcessGroup) -> list[Any]:
     """Returns the values of all ranks of a group of `size`, in order. Called on all its ranks.
-    Takes one collective if all values are short, else two.
-
-    Args:
-        value: a value that `wire.pack` accepts.
-
-    Raises:
-        RuntimeError: the bytes are not from a rank of this run.
-        TypeError: the value cannot be packed.
-    """
+    Takes one collective if all values are short, else two. Raises RuntimeError if the bytes are not
+    from a rank of this run, and TypeError if `wire.pack` does not accept `value`."""
     data = pack(value)
     room = WORD_BYTES - 8
     heads = _gathered(data[:room], len(data), room, size, group)

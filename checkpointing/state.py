@@ -82,11 +82,8 @@ def unwrapped(value: Any) -> Any:
 
 def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) -> StateParts:
     """Returns the tensors and values of a state. A parameter that no optimizer of `guarded` updates
-    is returned as a plain tensor, so that `save` copies it before it returns.
-
-    Raises:
-        ValueError: part of the state cannot be saved; the message says which and why.
-    """
+    is returned as a plain tensor, so that `save` copies it before it returns. Raises ValueError,
+    which says which part of the state cannot be saved and why."""
     model: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     groups: dict[str, list[list[str]]] = {}
@@ -147,9 +144,7 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
     live = {name: value if value in kept else value.detach() for name, value in model.items()}
     kinds = {key: type(value).__name__ for key, value in optimizers.items()}
     trained = frozenset(
-        name
-        for name, value in model.items()
-        if isinstance(value, nn.Parameter) and value.requires_grad
+        name for name, one in model.items() if isinstance(one, nn.Parameter) and one.requires_grad
     )
     shared: dict[Hashable, list[str]] = {}
     for name, value in model.items():
@@ -187,24 +182,16 @@ def refuse_values(
     saved_groups: Mapping[str, list[list[str]]],
     saved_kinds: Mapping[str, str],
 ) -> None:
-    """Require that saved values belong to the objects of a state; changes nothing.
+    """Raises WrongModel unless saved values belong to the objects of a state, with the same
+    parameter groups. `groups` is `StateParts.groups` of `state`; `saved_groups` and `saved_kinds`
+    are the fields of StateParts when saved, and empty in old checkpoints."""
 
-    Args:
-        groups: `StateParts.groups` of `state`.
-        saved_groups: `StateParts.groups` when saved; empty in old checkpoints.
-        saved_kinds: `StateParts.kinds` when saved; empty in old checkpoints.
-
-    Raises:
-        WrongModel: the values belong to other objects, or to other parameter groups.
-    """
-    expected = set()
-    for key, value in state.items():
+    def has_values(key: str, value: Any) -> bool:
         if isinstance(value, nn.Module):
-            has_values = bool(_of_module(key, value)[1])
-        else:
-            has_values = not isinstance(value, Tensor)
-        if has_values:
-            expected.add(key)
+            return bool(_of_module(key, value)[1])
+        return not isinstance(value, Tensor)
+
+    expected = {key for key, value in state.items() if has_values(key, value)}
     if expected != values.keys():
         missing, unused = sorted(expected - values.keys()), sorted(values.keys() - expected)
         raise WrongModel(
@@ -228,16 +215,8 @@ def refuse_values(
 
 
 def refuse_ties(tied: list[list[str]], saved: list[list[str]] | None) -> None:
-    """Require that tensors that are tied in a state were also tied when saved. Else several saved
-    tensors would be loaded into one.
-
-    Args:
-        tied: `StateParts.tied` of the state to load into.
-        saved: `StateParts.tied` when saved; None in old checkpoints.
-
-    Raises:
-        WrongModel: tied tensors were saved as several; the message names them.
-    """
+    """Raises WrongModel if tensors that are tied in a state were not tied when saved, as several
+    saved tensors would be loaded into one. `saved` is None in old checkpoints."""
     for names in tied if saved is not None else ():
         if not any({*names} <= {*known} for known in saved or ()):
             raise WrongModel(

@@ -70,11 +70,6 @@ class KnownSteps:
     newest: int | None = None
     """Newest step in storage, undamaged or not."""
 
-    def committed(self, step: int) -> "KnownSteps":
-        """Returns the knowledge after this run has committed `step`."""
-        name, newest = step_name(step), max(step, self.newest or 0)
-        return KnownSteps(self.damaged - {name}, self.verified - {name}, newest)
-
 
 @dataclass(frozen=True)
 class LoadOrigin:
@@ -138,7 +133,6 @@ class TensorCheckpointer:
         self.memory_lasts = False
         """Whether copies in memory outlive this process, on all ranks. Known after `prepare`."""
         self._loaded = self._prepare_after_load = False
-        """(whether `load` was called, whether `prepare` is to be done after it)."""
         self._moves = False
         """Whether `move` was called, so that memory may belong to several directories."""
         self.not_finite = ""
@@ -196,25 +190,22 @@ class TensorCheckpointer:
 
     def prepare(self, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> str:
         """Plan saves of these tensors, start the writers, and allocate the slots; otherwise the
-        first `save` does this. Returns a line for the log about the memory used.
-
-        If the previous run left memory that `load` has not read yet, `load` does all this instead.
+        first `save` does this, or `load` if the previous run left memory that it must read. Returns
+        a line for the log about the memory used.
 
         Raises:
             StorageError: there is not enough memory.
             ValueError: tensors of some rank cannot be saved; the message says which and why.
         """
         with failing_alike():
-            self._prepare_after_load = (
-                self._staging is None and not self._loaded and self._finds_memory()
-            )
+            first = self._staging is None and not self._loaded
+            self._prepare_after_load = first and self._finds_memory()
         if self._prepare_after_load:
             return "checkpoint slots are made once `load` has read what the last run left in memory"
         self._prepared(model, optimizer)
         return self._note
 
     def _finds_memory(self) -> bool:
-        """Whether the previous run left memory that may be loaded. Called on all ranks."""
         with ExitStack() as held:
             _, left, _ = after_leftover_slots(self._ranks, self.directory, held, lambda: None)
             return bool(left)
@@ -537,10 +528,7 @@ class TensorCheckpointer:
 
     def _steps(self, step: int | None = None) -> list[Place]:
         """Returns the steps in storage now, newest first, or only `step`. Called on all ranks.
-
-        Raises:
-            CheckpointError: there is no such step.
-        """
+        Raises CheckpointError if there is no such step."""
         paths = self._ranks.on_main(lambda: list_steps(self.directory))
         self._known = replace(self._known, newest=newest_step(paths))
         chosen = [one for one in paths if step in (None, parse_step(one.name))]
@@ -552,11 +540,7 @@ class TensorCheckpointer:
     # --- saving ------------------------------------------------------------------------------
 
     def _prepared(
-        self,
-        model: Mapping[str, Tensor],
-        optimizer: Mapping[str, Tensor],
-        *,
-        hurried: bool = False,
+        self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], hurried: bool = False
     ) -> tuple[SavePlan, Staging]:
         signature = signatures(model, optimizer, strict=self._plan is not None)
         if self._plan and self._staging and self._plan.signature == signature:
@@ -592,7 +576,7 @@ class TensorCheckpointer:
         return plan, stagings[0]
 
     def _start(self) -> None:
-        """Configure and connect to the writer of each node, once. Called on all ranks."""
+        # once; further calls do nothing
         self._writers.start(str(self.directory), self._token)
 
     def _token(self) -> str:
@@ -609,13 +593,14 @@ class TensorCheckpointer:
             return ""
 
     def _committed(self, step: int) -> None:
-        """Record that `step` was committed. Called on each rank."""
-        self._known = self._known.committed(step)
+        name, newest = step_name(step), max(step, self._known.newest or 0)
+        damaged, verified = self._known.damaged - {name}, self._known.verified - {name}
+        self._known = KnownSteps(damaged, verified, newest)
 
     def _copied(
         self, key: msg.Key, progress: msg.Position | Exception, numbers: NumberSummary | None = None
     ) -> None:
-        """Report the progress of a copy. Called in the copying thread."""
+        # called in the copying thread
         if numbers and numbers.bad:
             self.not_finite = not_finite(numbers.bad)
         with suppress(WriterGoneError):  # the next request reports the loss of the writer

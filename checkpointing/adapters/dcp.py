@@ -59,13 +59,9 @@ def async_save(
     **others: Any,
 ) -> "Future[None]":
     """Begin to save; returns once the state_dict is copied and may change. Arguments and errors are
-    those of `save`, except SaveFailed.
-
-    Returns:
-        A future, done when the checkpoint is in storage. `result()` waits for that, and raises
-        SaveFailed if the checkpoint could not be written. The next save to its directory waits
-        for it.
-    """
+    those of `save`, except SaveFailed. Returns a future, done when the checkpoint is in storage.
+    Its `result` waits for that, and raises SaveFailed if the checkpoint could not be written. The
+    next save to its directory waits for it."""
     _refuse("async_save", others)
     checkpointer = _begin(state_dict, checkpoint_id, process_group, wait=False)
     _PENDING[checkpointer] = _Saving(checkpointer)
@@ -118,7 +114,6 @@ _KEPT: dict[_Key, Checkpointer] = {}
 that name no step share one Checkpointer of their group, under directory "". Each Checkpointer has a
 single slot, as its saves wait for each other."""
 
-
 _PENDING: dict[Checkpointer, "_Saving"] = {}
 """Checkpointer → its last save, until the next call has waited for this save."""
 
@@ -142,17 +137,13 @@ class _Saving(Future[None]):
             self.set_exception(failed)
 
     def done(self) -> bool:
-        """Whether the save has ended. Does not wait."""
         if not super().done() and self._checkpointer.outcomes():
             self.settle()
         return super().done()
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is in storage; ignores the timeout.
-
-        Raises:
-            SaveFailed: the checkpoint could not be written.
-        """
+        """Wait until the checkpoint is in storage; ignores the timeout. Raises SaveFailed if it
+        could not be written."""
         self.settle()
         super().result()
 
@@ -178,8 +169,7 @@ def _begin(
     *,
     wait: bool,
 ) -> Checkpointer:
-    """Begin a save; with `wait`, return only once the checkpoint is in storage. Returns the
-    Checkpointer."""
+    """Begin a save; with `wait`, return only once the checkpoint is in storage."""
     checkpointer, step = _opened(checkpoint_id, group)
     newest = checkpointer.newest()
     if step is not None and step == newest:
@@ -220,11 +210,8 @@ class _Values:
         self._root = root
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            VALUES: [
-                (path, value) for path, value in leaves(self._root) if not isinstance(value, Tensor)
-            ]
-        }
+        found = leaves(self._root)
+        return {VALUES: [(path, value) for path, value in found if not isinstance(value, Tensor)]}
 
     def refuse_state(self, state_dict: dict[str, Any]) -> None:
         found = dict(state_dict[VALUES])
@@ -259,9 +246,9 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 def _holds_tensors(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_holds_tensors, value.values()))
-    return isinstance(value, Tensor) or (
-        isinstance(value, list) and any(map(_holds_tensors, value))
-    )
+    if isinstance(value, list):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, Tensor)
 
 
 def _state(root: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Strategies of Lightning Fabric whose `fabric.save` and `fabric.load` use this package.
 
 They are strategies because Fabric gives its CheckpointIO plugins only rank 0's copies, and no
-sharded tensors.
-"""
+sharded tensors."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
-from checkpointing.adapters.strategies import PlainValues, WithCheckpointers
+from checkpointing.adapters.strategies import LightningValues, WithCheckpointers
 from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import split_step
 from checkpointing.state import Stateful
@@ -43,12 +42,8 @@ class Checkpointed(WithCheckpointers):
         filter: Any = None,
     ) -> None:
         """Called by `fabric.save` on all ranks with modules, optimizers, tensors, objects with
-        state_dict, and plain values.
-
-        Raises:
-            ValueError: the path names no step, or part of the state cannot be saved. The message
-                says why.
-        """
+        state_dict, and plain values. Raises ValueError, which says why, if the path names no step,
+        or part of the state cannot be saved."""
         if storage_options is not None or filter is not None:
             raise ValueError("fabric.save: storage_options and filter are not supported; omit them")
         directory, step = split_step(str(path))
@@ -108,7 +103,7 @@ class CheckpointedModelParallel(Checkpointed, ModelParallelStrategy):
     package."""
 
 
-class _ValuesByKey(PlainValues):
+class _ValuesByKey(LightningValues):
     """All plain values of a state. Fabric restores them by key."""
 
     def refuse_state(self, state_dict: dict[str, Any]) -> None:
@@ -120,7 +115,6 @@ class _ValuesByKey(PlainValues):
 
 
 def _objects(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the state in the form that `Checkpointer` takes."""
     kinds = (nn.Module, torch.optim.Optimizer, Tensor, Stateful)
     objects = {key: value for key, value in state.items() if isinstance(value, kinds)}
     if VALUES in state:

@@ -112,9 +112,8 @@ class CheckpointCallback(TrainerCallback):
                 "the checkpoint was trained with %s sequences per step, but now a step has %s, so "
                 "the Trainer continues at another place in the data: keep the product of "
                 "per_device_train_batch_size, gradient_accumulation_steps and number of processes",
-                before,
-                now,
-            )
+                before, now,
+            )  # fmt: skip
         self.checkpointer.guard(optimizer)
 
     def on_step_end(
@@ -140,11 +139,7 @@ class CheckpointCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Called by the Trainer: waits for the last save.
-
-        Raises:
-            SaveFailed: the last step could not be saved.
-        """
+        """Called by the Trainer: waits for the last save. Raises SaveFailed if it failed."""
         self.checkpointer.wait()
         self.checkpointer.close()
 
@@ -163,7 +158,6 @@ class _OfTrainer:
 
 
 def _plain(state: TrainerState) -> dict[str, Any]:
-    """Returns the state as the Trainer writes it to trainer_state.json."""
     return dict(json.loads(json.dumps(dataclasses.asdict(state))))
 
 

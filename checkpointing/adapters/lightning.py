@@ -4,13 +4,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pytorch_lightning.strategies import (
-    DDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
-from checkpointing.adapters.strategies import PlainValues, WithCheckpointers
+from checkpointing.adapters.strategies import LightningValues, WithCheckpointers
 from checkpointing.errors import CheckpointError
 from checkpointing.format.layout import split_step, step_name
 from checkpointing.format.values import from_json, to_json
@@ -67,12 +63,8 @@ class Checkpointed(WithCheckpointers):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Called by the Trainer to save, on all ranks.
-
-        Raises:
-            ValueError: the path names no step, or part of the state cannot be saved. The message
-                says why.
-        """
+        """Called by the Trainer to save, on all ranks. Raises ValueError, which says why, if the
+        path names no step, or part of the state cannot be saved."""
         directory, step = _place(filepath)
         if step is None:
             raise ValueError(f"{filepath}: let its name have the step, as {{epoch}}-{{step}} does")
@@ -87,7 +79,7 @@ class Checkpointed(WithCheckpointers):
         # as the Trainer does: loops, callbacks and schedules come from the first rank
         of_first = checkpointer.on_main(lambda: to_json(values, "the Trainer's checkpoint"))
         checkpointer.guard(*self.optimizers)
-        checkpointer.save(step, self._state(PlainValues(from_json(of_first))))
+        checkpointer.save(step, self._state(LightningValues(from_json(of_first))))
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -103,7 +95,7 @@ class Checkpointed(WithCheckpointers):
         checkpointer = self.checkpointer(directory)
         module = self.lightning_module
         # Values that the Trainer restores itself: loops, callbacks, schedules, ….
-        values = PlainValues({})
+        values = LightningValues({})
         checkpointer.wait()  # a save of this program may be the newest checkpoint
         # only training loads more than the weights
         if module.trainer.state.fn.value == "fit":
@@ -130,11 +122,7 @@ class Checkpointed(WithCheckpointers):
     def teardown(self) -> None:
         """Wait until all checkpoints are written. After an exception that other ranks may not have
         raised, wait at most 10 s for each directory. (An exception that all ranks raise has a true
-        `of_all_ranks`.)
-
-        Raises:
-            SaveFailed: the last save in a directory failed.
-        """
+        `of_all_ranks`.) Raises SaveFailed if the last save in a directory failed."""
         try:
             while self._exception and self._checkpointers:
                 _, checkpointer = self._checkpointers.popitem()
@@ -145,8 +133,7 @@ class Checkpointed(WithCheckpointers):
             strategy: Any = super()
             strategy.teardown()
 
-    def _state(self, values: PlainValues) -> dict[str, Any]:
-        """Returns the state in the form that `Checkpointer` takes."""
+    def _state(self, values: LightningValues) -> dict[str, Any]:
         optimizers = enumerate(self.optimizers)
         return {
             "model": self.lightning_module,

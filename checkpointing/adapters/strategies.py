@@ -6,7 +6,7 @@ from typing import Any
 from checkpointing.checkpointer import Checkpointer
 
 
-class PlainValues:
+class LightningValues:
     """Plain values that a strategy saves in addition to modules and optimizers."""
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -21,11 +21,7 @@ class PlainValues:
 
 class WithCheckpointers:
     """Mixin that holds a `Checkpointer` for each directory. Must precede the strategy among a
-    class's bases.
-
-    Args:
-        checkpoint: options of `Checkpointer`, such as {"keep": 2}.
-    """
+    class's bases. `checkpoint` has options of `Checkpointer`, such as {"keep": 2}."""
 
     def __init__(
         self, *args: Any, checkpoint: Mapping[str, Any] | None = None, **kwargs: Any
@@ -41,14 +37,10 @@ class WithCheckpointers:
         return self._checkpointers[directory]
 
     def close_checkpoints(self) -> None:
-        """Wait until all checkpoints are written. The program also waits at its end.
-
-        Raises:
-            SaveFailed: the last save in a directory failed.
-        """
+        """Wait until all checkpoints are written. The program also waits at its end. Raises
+        SaveFailed if the last save in a directory failed."""
         while self._checkpointers:
-            # removed first: if its save has failed, a second call continues with the other
-            # checkpointers
+            # removed first: if its save has failed, a second call continues with the others
             _, checkpointer = self._checkpointers.popitem()
             with checkpointer:
                 checkpointer.wait()

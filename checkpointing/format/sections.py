@@ -46,11 +46,8 @@ def plan_input(
     `of_model` is MODEL or ADAPTER."""
     files: list[layout.TensorFile] = []
     indexes: dict[str, bytes] = {}
-    of_each = (
-        (layout.MODEL.stem, of_model, model),
-        (layout.OPTIMIZER.stem, layout.OPTIMIZER, optimizer),
-    )
-    for prefix, section, specs in of_each:
+    sections = (layout.MODEL.stem, of_model), (layout.OPTIMIZER.stem, layout.OPTIMIZER)
+    for (prefix, section), specs in zip(sections, (model, optimizer), strict=True):
         metas = {name: spec.meta for name, spec in specs.items()}
         of_section = layout.lay_out(section, metas, max_shard_bytes)
         indexes[section.index] = layout.index_json(of_section)

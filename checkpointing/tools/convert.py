@@ -2,8 +2,7 @@
 
 Both write a new directory under another name, make it durable and rename it. Both hold one piece of
 a tensor in memory at a time; from torch.distributed.checkpoint, one tensor. They run in one
-process, and convert weights, so they need torch.
-"""
+process, and convert weights, so they need torch."""
 
 import json
 import os
@@ -19,41 +18,16 @@ import torch
 from isal.isal_zlib import crc32
 
 from checkpointing.errors import CheckpointError, explain, reading
+from checkpointing.format import layout
 from checkpointing.format.bits import is_finite
-from checkpointing.format.layout import (
-    ADAPTER,
-    BLOCK_BYTES,
-    COMMIT_RECORD,
-    DCP_METADATA,
-    MODEL,
-    OPTIMIZER,
-    TRAINER_STATE,
-    CommitRecord,
-    FileRecord,
-    StoredTensor,
-    TensorFile,
-    TensorMeta,
-    block_checksums,
-    index_json,
-    json_bytes,
-    lay_out,
-    parse_step,
-)
 from checkpointing.format.peft import BASE as ADAPTER_BASE
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.format.untrusted import read_object
 from checkpointing.load.foreign import open_dcp
+from checkpointing.storage import posix
 from checkpointing.storage.ownership import is_alive, owner
 from checkpointing.storage.place import Place, local, location
-from checkpointing.storage.posix import (
-    opened,
-    sync,
-    sync_directory,
-    write_at,
-    write_file,
-    write_files,
-)
 from checkpointing.storage.source import (
     OWN_FILES,
     CheckpointSource,
@@ -159,23 +133,22 @@ def export(
                 under = adapter.base
         tmp = stack.enter_context(_new_directory(out))
         target = DTYPES[dtype] if dtype else None
-        metas = {
-            name: _as_dtype(source.model[name].meta, target) for name in _in_order(source.model)
-        }
-        section = ADAPTER if source.is_adapter else MODEL
-        files = lay_out(section, metas, max_shard_bytes)
-        if section is MODEL and len(files) == 1:
+        names = _in_order(source.model)
+        metas = {name: _as_dtype(source.model[name].meta, target) for name in names}
+        section = layout.ADAPTER if source.is_adapter else layout.MODEL
+        files = layout.lay_out(section, metas, max_shard_bytes)
+        if section is layout.MODEL and len(files) == 1:
             # the name that Hugging Face gives a model in one file
             files = [replace(files[0], name="model.safetensors")]
-        elif section is MODEL:
-            write_file(tmp / MODEL.index, index_json(files))
+        elif section is layout.MODEL:
+            posix.write_file(tmp / layout.MODEL.index, layout.index_json(files))
         small, left = _small_files(source)
         if merged:  # the adapter may have a tokenizer of its own
             beside, _ = _small_files(given)
             of_adapter = ADAPTER_CONFIG, ADAPTER_BASE
             small |= {name: data for name, data in beside.items() if name not in of_adapter}
         if under:
-            small[ADAPTER_BASE] = json_bytes(under)
+            small[ADAPTER_BASE] = layout.json_bytes(under)
         if target and CONFIG in small:
             small[CONFIG] = _with_dtype(small[CONFIG], target, source.path / CONFIG)
         with StoredTensorReader(source.path, source.records) as reader:
@@ -184,7 +157,7 @@ def export(
                 dtype, read = source.model[name].meta.dtype, reader.pieces(source.model[name])
                 if merged:
                     dtype, read = merged.pieces(name, reader)
-                free = not_finite or f"{MODEL.stem}/{name}" in source.odd
+                free = not_finite or f"{layout.MODEL.stem}/{name}" in source.odd
                 for piece in read:
                     if not free and not is_finite(dtype, np.frombuffer(piece, np.uint8)):
                         raise CheckpointError(
@@ -195,11 +168,11 @@ def export(
 
             for file in files:
                 _write_tensors(tmp, file, pieces)
-        write_files(tmp, small)
+        posix.write_files(tmp, small)
     return _report(out, files, small, left, notes)
 
 
-def _as_dtype(meta: TensorMeta, dtype: str | None) -> TensorMeta:
+def _as_dtype(meta: layout.TensorMeta, dtype: str | None) -> layout.TensorMeta:
     return replace(meta, dtype=dtype) if dtype and meta.dtype in _CONVERTED else meta
 
 
@@ -262,44 +235,52 @@ def import_checkpoint(
         DamagedCheckpoint, StorageError: `path` is damaged or cannot be read.
     """
     path, out = location(path), local(out)
-    named = parse_step(out.name)
+    named = layout.parse_step(out.name)
     if step is None:
         step = named or 0
     if named not in (None, step):
         raise CheckpointError(f"{out}: is the name of step {named}, not of step {step}; change one")
-    if storage_of(path).exists(path / COMMIT_RECORD):
+    if storage_of(path).exists(path / layout.COMMIT_RECORD):
         raise CheckpointError(f"{path}: is a checkpoint of perdure already; use it as it is")
     with _open_any(path) as (source, read), _new_directory(out) as tmp:
         small, left = _small_files(source)
         if config is not None:
             with reading(Path(config)):
                 small[CONFIG] = Path(config).read_bytes()
-        written: list[TensorFile] = []
-        records: dict[str, FileRecord] = {}
-        (tmp / OPTIMIZER.folder).mkdir()
-        for section, tensors in ((MODEL, source.model), (OPTIMIZER, source.optimizer)):
+        written: list[layout.TensorFile] = []
+        records: dict[str, layout.FileRecord] = {}
+        (tmp / layout.OPTIMIZER.folder).mkdir()
+        for section, tensors in (
+            (layout.MODEL, source.model),
+            (layout.OPTIMIZER, source.optimizer),
+        ):
             metas = {name: tensors[name].meta for name in _in_order(tensors)}
-            files = lay_out(section, metas, max_shard_bytes)
+            files = layout.lay_out(section, metas, max_shard_bytes)
             for file in files:
                 pieces = {name: read(tensors[name]) for name in file.tensors}
                 records[file.name] = _write_tensors(tmp, file, pieces.__getitem__)
-            small[section.index] = index_json(files)
+            small[section.index] = layout.index_json(files)
             written += files
-        state = {"step": step, "imported_from": str(path.absolute())}
-        small[TRAINER_STATE] = json_bytes(state)
+        small[layout.TRAINER_STATE] = layout.json_bytes(
+            {"step": step, "imported_from": str(path.absolute())}
+        )
         for name, data in small.items():
-            records[name] = FileRecord(len(data), block_checksums(data))
-        write_files(tmp, {**small, COMMIT_RECORD: CommitRecord(step, records).encode()})
+            records[name] = layout.FileRecord(len(data), layout.block_checksums(data))
+        posix.write_files(
+            tmp, {**small, layout.COMMIT_RECORD: layout.CommitRecord(step, records).encode()}
+        )
     return _report(out, written, small, left)
 
 
 @contextmanager
-def _open_any(path: Place) -> Iterator[tuple[CheckpointSource, Callable[[StoredTensor], Pieces]]]:
+def _open_any(
+    path: Place,
+) -> Iterator[tuple[CheckpointSource, Callable[[layout.StoredTensor], Pieces]]]:
     """Yields (tensors and files of a foreign directory, function that reads its tensors)."""
-    if storage_of(path).exists(path / DCP_METADATA):
+    if storage_of(path).exists(path / layout.DCP_METADATA):
         dcp = open_dcp(local(path))
 
-        def whole(tensor: StoredTensor) -> Pieces:
+        def whole(tensor: layout.StoredTensor) -> Pieces:
             yield as_bytes(dcp.read(tensor)).numpy().data
 
         yield CheckpointSource(path, dcp.model, dcp.optimizer), whole
@@ -313,7 +294,7 @@ def _open_any(path: Place) -> Iterator[tuple[CheckpointSource, Callable[[StoredT
 # --- shared by export and import -------------------------------------------------------------
 
 
-def _in_order(tensors: Mapping[str, StoredTensor]) -> list[str]:
+def _in_order(tensors: Mapping[str, layout.StoredTensor]) -> list[str]:
     """Returns names in the order of files and offsets, so that files are read from start to end."""
     return sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].begin))
 
@@ -325,7 +306,11 @@ def _small_files(source: CheckpointSource) -> tuple[dict[str, bytes], str]:
         return beside_weights(source.path)
     small = {}
     for name in sorted(source.records):
-        if name not in OWN_FILES and not name.startswith(OPTIMIZER.folder) and not is_weights(name):
+        if (
+            name not in OWN_FILES
+            and not name.startswith(layout.OPTIMIZER.folder)
+            and not is_weights(name)
+        ):
             with reading(source.path / name):
                 small[name] = storage_of(source.path).read(source.path / name)
     return small, ""
@@ -344,9 +329,9 @@ def _new_directory(out: Path) -> Iterator[Path]:
                 shutil.rmtree(old, ignore_errors=True)
         tmp.mkdir(mode=0o755)  # no other user can write to the directory
         yield tmp
-        sync_directory(tmp)
+        posix.sync_directory(tmp)
         os.rename(tmp, out)  # `out` appears at once, with contents that are durable already
-        sync_directory(out.parent)
+        posix.sync_directory(out.parent)
     except OSError as error:
         # If only the last sync failed, `out` exists and is complete.
         raise CheckpointError(
@@ -357,8 +342,8 @@ def _new_directory(out: Path) -> Iterator[Path]:
 
 
 def _write_tensors(
-    directory: Path, file: TensorFile, pieces: Callable[[str], Pieces]
-) -> FileRecord:
+    directory: Path, file: layout.TensorFile, pieces: Callable[[str], Pieces]
+) -> layout.FileRecord:
     """Write a tensor file from start to end, durable on return."""
     checksums: list[int] = []
     size = 0
@@ -366,28 +351,28 @@ def _write_tensors(
     def write(data: memoryview) -> None:
         nonlocal size
         while data:
-            part = data[: BLOCK_BYTES - size % BLOCK_BYTES]
-            if size % BLOCK_BYTES == 0:
+            part = data[: layout.BLOCK_BYTES - size % layout.BLOCK_BYTES]
+            if size % layout.BLOCK_BYTES == 0:
                 checksums.append(0)
             checksums[-1] = crc32(part, checksums[-1])
-            write_at(descriptor, part, size)
+            posix.write_at(descriptor, part, size)
             size += len(part)
             data = data[len(part) :]
 
-    with opened(directory / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
+    with posix.opened(directory / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
         write(memoryview(file.header))
         for name in file.tensors:
             if size != file.tensors[name].begin:
                 raise ValueError(f"{file.name}: {name} would begin at {size}")
             for piece in pieces(name):
                 write(piece)
-        sync(descriptor)
-    return FileRecord(size, tuple(checksums))
+        posix.sync(descriptor)
+    return layout.FileRecord(size, tuple(checksums))
 
 
 def _report(
     out: Path,
-    files: Sequence[TensorFile],
+    files: Sequence[layout.TensorFile],
     small: Mapping[str, bytes],
     left: str,
     notes: Sequence[str] = (),
@@ -398,7 +383,5 @@ def _report(
             f"note: there is no {CONFIG}, so it opens with safetensors, but not with "
             "from_pretrained, model.init_from or perdure generate"
         )
-    tensors = sum(len(file.tensors) for file in files)
-    return ConvertedDirectory(
-        out, tensors, sum(file.size for file in files), len(files), tuple(notes)
-    )
+    tensors, size = sum(len(file.tensors) for file in files), sum(file.size for file in files)
+    return ConvertedDirectory(out, tensors, size, len(files), tuple(notes))

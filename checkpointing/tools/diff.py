@@ -72,13 +72,8 @@ class CheckpointDifference:
         lines += _listing("other dtype or shape (A, B)", self.metas)
         if self.values:
             rows = [
-                [
-                    f"  {item.name}",
-                    f"{item.absolute:.3g}",
-                    f"{item.relative:.3g}",
-                    str(item.elements),
-                ]
-                for item in self.values[:_SHOWN]
+                [f"  {one.name}", f"{one.absolute:.3g}", f"{one.relative:.3g}", f"{one.elements}"]
+                for one in self.values[:_SHOWN]
             ]
             header = ["  largest differences", "absolute", "relative", "elements"]
             lines += ["", table([header, *rows])]
@@ -94,17 +89,14 @@ def _listing(title: str, items: list[str]) -> list[str]:
 
 
 def diff(left: str | Place, right: str | Place) -> CheckpointDifference:
-    """Compare two checkpoints, tensor by tensor, in bounded memory.
-
-    Blocks with equal checksums are not read in checkpoints of this package; `verify` checks whether
-    the bytes match the checksums. All bytes that are read are checked.
+    """Compare two checkpoints, tensor by tensor, in bounded memory. Blocks with equal checksums are
+    not read in checkpoints of this package; `verify` checks whether the bytes match the checksums.
+    All bytes that are read are checked. Raises DamagedCheckpoint or StorageError if a checkpoint is
+    damaged or cannot be read.
 
     Args:
         left, right: checkpoints, runs (their newest good ones) or plain Hugging Face directories,
             of which only the model is compared.
-
-    Raises:
-        DamagedCheckpoint, StorageError: a checkpoint is damaged or cannot be read.
     """
     with open_source(find_source(left)) as a, open_source(find_source(right)) as b:
         result = CheckpointDifference(a.path, b.path)
@@ -174,9 +166,7 @@ def _compare_values(
     count = prod(a.meta.shape)
     for start in range(0, count, PIECE_ELEMENTS):
         stop = min(start + PIECE_ELEMENTS, count)
-        ours, theirs = (
-            _read(reader, tensor, start, stop) for reader, tensor in ((left, a), (right, b))
-        )
+        ours, theirs = _read(left, a, start, stop), _read(right, b, start, stop)
         # Most pieces are equal, and bytes compare faster than numbers.
         if a.meta == b.meta and ours == theirs:
             continue
@@ -209,10 +199,8 @@ def _apart(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     relative = absolute / scale
     if not absolute.sum().isfinite():  # rare, so that the common case is one pass
         same = (a == b) | (a.isnan() & b.isnan())
-        absolute, relative = (
-            part.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(same, 0.0)
-            for part in (absolute, relative)
-        )
+        absolute = absolute.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(same, 0.0)
+        relative = relative.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(same, 0.0)
     return absolute, relative
 
 

@@ -1,15 +1,16 @@
 """Digests of tensors in memory or in a checkpoint, equal to those in `SaveOutcome`; see
 format/bits.py."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from checkpointing.format.bits import digest_and_finite
-from checkpointing.format.layout import DTYPE_BYTES, MODEL, OPTIMIZER
+from checkpointing.format.layout import DTYPE_BYTES, MODEL, OPTIMIZER, TensorMeta
 from checkpointing.format.plan import TensorPiece
 from checkpointing.format.sections import NumberSummary, by_section
 from checkpointing.format.tensors import as_bytes, box_view, local_tensor
@@ -35,31 +36,19 @@ def digests_in_memory(
     group: dist.ProcessGroup | None, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
 ) -> SaveDigests:
     """Returns the digests that a save of these tensors would report. Called on all ranks of the
-    group.
-
-    Raises:
-        ValueError: the tensors cannot be saved.
-    """
+    group. Raises ValueError if the tensors cannot be saved."""
     ranks, tensors = RankGroup(group), by_section(model, optimizer)
     with failing_alike():
         plan = SavePlanner(ranks, _ANY_SIZE).plan(signatures(model, optimizer), model, optimizer)
-        parts = ranks.together(lambda: [*_told(_of_pieces(plan.pieces, tensors))])
-    return _told(
-        sum(
-            (NumberSummary(int(weights, 16), int(moments, 16)) for weights, moments in parts),
-            NumberSummary(),
-        )
-    )
+        parts = ranks.together(lambda: [*_as_text(_of_pieces(plan.pieces, tensors))])
+    summaries = (NumberSummary(int(weights, 16), int(moments, 16)) for weights, moments in parts)
+    return _as_text(sum(summaries, NumberSummary()))
 
 
 def stored_digests(path: Place) -> SaveDigests:
     """Returns the digests of the tensors in a checkpoint of this package. Reads all tensors, one at
-    a time.
-
-    Raises:
-        DamagedCheckpoint, StorageError: the checkpoint contradicts its commit record, or cannot be
-        read.
-    """
+    a time. Raises DamagedCheckpoint or StorageError if the checkpoint contradicts its commit
+    record, or cannot be read."""
     found = NumberSummary()
     with open_source(path) as source, StoredTensorReader(path, source.records) as reader:
         for name, stored in by_section(source.model, source.optimizer).items():
@@ -68,31 +57,30 @@ def stored_digests(path: Place) -> SaveDigests:
             if meta.nbytes:
                 reader.read(stored, 0, data.data)
             bits = data.view(f"u{DTYPE_BYTES[meta.dtype]}").reshape(meta.shape)
-            offset = (0,) * len(meta.shape)
-            digest, _ = digest_and_finite(name, meta.dtype, meta.shape, offset, bits)
-            found += _of_section(name, digest)
-    return _told(found)
+            found += _summary(name, meta, (0,) * len(meta.shape), bits)
+    return _as_text(found)
 
 
 def _of_pieces(pieces: Iterable[TensorPiece], tensors: Mapping[str, Tensor]) -> NumberSummary:
-    """Returns the contribution of this rank's pieces to the digests."""
     found = NumberSummary()
     for piece in pieces:
         meta, box = piece.stored.meta, piece.box
         part = box_view(local_tensor(tensors[piece.name]), box).contiguous().cpu()
         bits = as_bytes(part).numpy().view(f"u{DTYPE_BYTES[meta.dtype]}").reshape(box.shape)
-        digest, _ = digest_and_finite(piece.name, meta.dtype, meta.shape, box.offset, bits)
-        found += _of_section(piece.name, digest)
+        found += _summary(piece.name, meta, box.offset, bits)
     return found
 
 
-def _of_section(name: str, digest: int) -> NumberSummary:
-    """Returns a tensor's digest as a contribution to `weights` or to `moments`."""
+def _summary(
+    name: str, meta: TensorMeta, offset: Sequence[int], bits: NDArray[np.generic]
+) -> NumberSummary:
+    """Returns the digest of a box of a tensor as a contribution to `weights` or to `moments`."""
+    digest, _ = digest_and_finite(name, meta.dtype, meta.shape, offset, bits)
     if name.startswith(f"{OPTIMIZER.stem}/"):
         return NumberSummary(moments=digest)
     assert name.startswith(f"{MODEL.stem}/")
     return NumberSummary(weights=digest)
 
 
-def _told(numbers: NumberSummary) -> SaveDigests:
+def _as_text(numbers: NumberSummary) -> SaveDigests:
     return SaveDigests(f"{numbers.weights:016x}", f"{numbers.moments:016x}")

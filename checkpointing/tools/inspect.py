@@ -1,8 +1,7 @@
 """`perdure ckpt ls | show | verify | prune`. Reads without torch; every result prints as text.
 
 Each function takes a run directory (which holds `checkpoints/`), a directory of checkpoints, or a
-checkpoint; or the URL of any of these in an object store.
-"""
+checkpoint; or the URL of any of these in an object store."""
 
 import json
 import time
@@ -25,17 +24,8 @@ from checkpointing.format.layout import (
 )
 from checkpointing.format.untrusted import printable
 from checkpointing.options import CheckpointOptions
+from checkpointing.storage import retention
 from checkpointing.storage.place import Place, location
-from checkpointing.storage.retention import (
-    RetentionDecision,
-    StepInfo,
-    StepVerdicts,
-    best_of,
-    decide,
-    inspect_steps,
-    number_of,
-    prune,
-)
 from checkpointing.storage.source import open_source
 from checkpointing.storage.steps import (
     SINGLE_FILE,
@@ -50,11 +40,8 @@ from checkpointing.storage.verification import is_damage, verify_step
 
 
 def find_steps(path: str | Place) -> list[Place]:
-    """Returns the checkpoints that a path names, newest first.
-
-    Raises:
-        StorageError: there are none.
-    """
+    """Returns the checkpoints that a path names, newest first. Raises StorageError if there are
+    none."""
     path = location(path)
     if storage_of(path).exists(path / COMMIT_RECORD) or parse_step(path.name) is not None:
         return [path]
@@ -71,15 +58,9 @@ StepChoice: TypeAlias = int | Literal["best"] | None
 
 
 def find_checkpoint(path: str | Place, step: StepChoice = None) -> Place:
-    """Returns the good checkpoint that a path names. Reads headers, but no tensors.
-
-    Args:
-        path: a run, a directory of checkpoints, or a checkpoint.
-        step: which checkpoint of a run.
-
-    Raises:
-        StorageError: there is no checkpoint, or not that one.
-        DamagedCheckpoint: there is no good one; the message describes the newest.
+    """Returns the good checkpoint that a path names: a run, a directory of checkpoints, or a
+    checkpoint. Reads headers, but no tensors. Raises StorageError if there is no checkpoint, or not
+    the one that `step` names, and DamagedCheckpoint, which describes the newest, if none is good.
     """
     steps = find_steps(path)
     if step == "best":
@@ -108,11 +89,7 @@ def find_checkpoint(path: str | Place, step: StepChoice = None) -> Place:
 
 def find_source(path: str | Place, step: StepChoice = None) -> Place:
     """Returns what `open_source` can open: a plain Hugging Face directory, or what
-    `find_checkpoint` returns.
-
-    Raises:
-        StorageError, DamagedCheckpoint: as `find_checkpoint`.
-    """
+    `find_checkpoint` returns. Raises the errors of `find_checkpoint`."""
     path = location(path)
     weights = MODEL.index, SINGLE_FILE, ADAPTER.file(1, 1)
     plain = any(storage_of(path).exists(path / name) for name in weights)
@@ -149,7 +126,7 @@ class CheckpointListing:
 
     def __str__(self) -> str:
         header = ["checkpoint", "saved", "tokens", "val loss", "size", "files", "ranks", ""]
-        ranking = best_of([_judged(row) for row in self.rows if row.problem is None])
+        ranking = retention.best_of([_judged(row) for row in self.rows if row.problem is None])
         best = ranking[0].path if len(self.rows) > 1 and ranking else None
         return table([header, *(_cells(row, best=row.path == best) for row in self.rows)])
 
@@ -169,22 +146,21 @@ def _row(path: Place) -> ListingRow:
         return ListingRow(path, None, {}, 0, 0, str(error))
 
 
-def _judged(row: ListingRow) -> StepInfo:
+def _judged(row: ListingRow) -> retention.StepInfo:
     """Returns the input of retention for a checkpoint, by the `best_by` of the run's recipe."""
     recipe = row.state.get("recipe")
     options = recipe.get("checkpoint") if isinstance(recipe, dict) else None
     key = options.get("best_by") if isinstance(options, dict) else None
     key = key if isinstance(key, str) else CheckpointOptions.best_by
-    return StepInfo(row.path, parse_step(row.path.name) or 0, number_of(row.state, key))
+    return retention.StepInfo(
+        row.path, parse_step(row.path.name) or 0, retention.number_of(row.state, key)
+    )
 
 
 def _best(path: str | Place, rows: Sequence[ListingRow]) -> Place:
-    """Returns the best of these checkpoints, which are sorted newest first.
-
-    Raises:
-        StorageError: no checkpoint has a validation loss.
-    """
-    for found in best_of([_judged(row) for row in rows if row.problem is None]):
+    """Returns the best of these checkpoints, which are sorted newest first. Raises StorageError if
+    none has a validation loss."""
+    for found in retention.best_of([_judged(row) for row in rows if row.problem is None]):
         return found.path
     raise StorageError(
         f"{path}: no good checkpoint has a validation loss, so none is the best; name its step"
@@ -254,11 +230,7 @@ class CheckpointContents:
 
 def show(path: str | Place, step: StepChoice = None) -> CheckpointContents:
     """Returns the tensors and trainer state of a checkpoint, or of the one that `find_checkpoint`
-    finds in a run.
-
-    Raises:
-        DamagedCheckpoint, StorageError: the checkpoint is damaged or cannot be read.
-    """
+    finds in a run. Raises DamagedCheckpoint or StorageError if it is damaged or cannot be read."""
     found = open_step(find_checkpoint(path, step))
     with open_source(found.path) as source:
         state = source.state or {}
@@ -268,7 +240,6 @@ def show(path: str | Place, step: StepChoice = None) -> CheckpointContents:
 
 
 def _base(state: dict[str, Any]) -> str:
-    """Returns the base model of an adapter, by its trainer state."""
     base = state.get("base")
     if not isinstance(base, dict):
         return "a model that trainer_state.json does not name"
@@ -314,10 +285,10 @@ class Verification:
         return [path for path in self.checked if path not in bad]
 
     @property
-    def known(self) -> StepVerdicts:
+    def known(self) -> retention.StepVerdicts:
         """The result in the form that retention uses."""
         lost = {problem.checkpoint.name for problem in self.problems if problem.is_damage}
-        return StepVerdicts(
+        return retention.StepVerdicts(
             damaged=lost,
             unreadable={problem.checkpoint.name for problem in self.problems} - lost,
             verified={path.name for path in self.good},
@@ -342,9 +313,8 @@ class Verification:
 
 
 def verify(path: str | Place) -> Verification:
-    """Compare every byte of a checkpoint, or of all checkpoints of a run, with the commit record.
-
-    Continues after a problem, to report all of them."""
+    """Compare every byte of a checkpoint, or of all checkpoints of a run, with the commit record,
+    even after a problem."""
     result = Verification([])
     for step in find_steps(path):
         result.add(step)
@@ -361,9 +331,8 @@ def _verify_latest(steps: Sequence[Place]) -> list[CheckpointProblem]:
         return [CheckpointProblem(pointer, str(error))]
     if named is None:
         return []
-    if parse_step(named) is not None and storage_of(pointer).exists(
-        pointer.with_name(named) / COMMIT_RECORD
-    ):
+    there = pointer.with_name(named) / COMMIT_RECORD
+    if parse_step(named) is not None and storage_of(pointer).exists(there):
         return []
     return [CheckpointProblem(pointer, f"{pointer}: names {named!r}, which is no checkpoint")]
 
@@ -375,7 +344,7 @@ def _verify_latest(steps: Sequence[Place]) -> list[CheckpointProblem]:
 class PruneResult:
     """Retention's decision on each checkpoint, newest first."""
 
-    decisions: list[RetentionDecision]
+    decisions: list[retention.RetentionDecision]
     dry_run: bool
     verification: Verification
     """Result of reading the newest checkpoints that are kept."""
@@ -395,15 +364,12 @@ class PruneResult:
 
 def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> PruneResult:
     """Apply retention to a run, even while it is training. Before a deletion, every byte of the
-    newest checkpoints that stay is read: a damaged one does not count as kept.
+    newest checkpoints that stay is read: a damaged one does not count as kept. Raises StorageError
+    if there is no checkpoint, or `path` is itself a checkpoint.
 
     Args:
         path: run directory, or the directory of its checkpoints.
         options: keep, keep_every, keep_best and best_by.
-        dry_run: only decide.
-
-    Raises:
-        StorageError: there is no checkpoint, or `path` is itself a checkpoint.
     """
     path = location(path)
     steps = find_steps(path)
@@ -413,9 +379,12 @@ def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> P
     checked = Verification([])
     while True:
         known = checked.known
-        found = inspect_steps(directory, options.best_by, known)
-        decisions = decide(found, options)
-        if all(item.stays for item in decide([replace(f, verified=True) for f in found], options)):
+        found = retention.inspect_steps(directory, options.best_by, known)
+        decisions = retention.decide(found, options)
+        if all(
+            item.stays
+            for item in retention.decide([replace(f, verified=True) for f in found], options)
+        ):
             break  # nothing will be deleted, so nothing needs to be read
         newest = [item.path for item in found if item.is_good][: options.keep]
         unknown = [path for path in newest if path not in checked.checked]
@@ -424,7 +393,7 @@ def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> P
         # one at a time, as the decision changes if the step is damaged
         checked.add(unknown[0])
     if not dry_run:
-        decisions = prune(directory, options, known)
+        decisions = retention.prune(directory, options, known)
     return PruneResult(decisions, dry_run, checked)
 
 
