@@ -537,8 +537,6 @@ class TensorCheckpointer:
             raise CheckpointError(f"{self.directory} has no step {step}; it has {there or 'none'}")
         return chosen
 
-    # --- saving ------------------------------------------------------------------------------
-
     def _prepared(
         self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], hurried: bool = False
     ) -> tuple[SavePlan, Staging]:

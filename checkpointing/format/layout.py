@@ -156,9 +156,6 @@ def split_step(path: str) -> tuple[str, int | None]:
     return (path, None) if step is None else (directory or ".", step)
 
 
-# --- tensor files ----------------------------------------------------------------------------
-
-
 def lay_out(
     section: Section, tensors: Mapping[str, TensorMeta], max_bytes: int
 ) -> list[TensorFile]:
@@ -269,9 +266,6 @@ def _parse_entry(name: str, entry: Any) -> tuple[int, int, TensorMeta]:
     if end - begin != meta.nbytes:
         raise ValueError(f"tensor {name}: {meta} does not take {end - begin} bytes")
     return begin, end, meta
-
-
-# --- JSON files ------------------------------------------------------------------------------
 
 
 def index_json(files: Iterable[TensorFile]) -> bytes:

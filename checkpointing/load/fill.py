@@ -149,8 +149,6 @@ class _Load:
         """Path and area of the window that this rank created."""
         self._window: SharedWindow | None = None
 
-    # --- before reading ----------------------------------------------------------------------
-
     def prepare(self) -> tuple[str, int]:
         """Plan the reads. The first rank of a node that needs a window creates it, and returns the
         result of `make_window`. Other ranks return ("", 0)."""
@@ -223,8 +221,6 @@ class _Load:
         if path:
             Path(path).unlink(missing_ok=True)
 
-    # --- reading -----------------------------------------------------------------------------
-
     def read(self) -> None:
         """Read all segments of this rank. If there are no checksums to compare, then require finite
         numbers. Otherwise `check` requires them, after it has compared the checksums."""
@@ -294,8 +290,6 @@ class _Load:
             before = now
         if failure is not None:
             raise failure
-
-    # --- after reading -----------------------------------------------------------------------
 
     @property
     def has_checksums(self) -> bool:

@@ -153,9 +153,6 @@ def _is_fine(meta: TensorMeta, layout: TensorLayout) -> bool:
     return math.prod(meta.shape[:cut]) > 1 and stretch < SMALL_BYTES
 
 
-# --- slabs -----------------------------------------------------------------------------------
-
-
 def slabs(unit: ReadUnit, most: int) -> Iterator[Slab]:
     """Yields a unit in slabs of at most `most` bytes, or one element, in the file's order."""
     meta, box = unit.stored.meta, unit.box
@@ -226,9 +223,6 @@ def intersection(slab: Box, held: Box) -> tuple[Box, Box] | None:
     )
     within = tuple(start - offset for start, offset in zip(starts, slab.offset, strict=True))
     return Box(starts, shape, local), Box(starts, shape, within)
-
-
-# --- checks ----------------------------------------------------------------------------------
 
 
 def blocks_and_gaps(

@@ -112,9 +112,6 @@ def load_step(
     return state
 
 
-# --- memory ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class MemoryStep:
     """A step that a dead run left in memory. Equal on all ranks."""

@@ -324,8 +324,6 @@ class Coordinator:
             save.waiting = self._layout.by_node(target.in_parts)
             self._grant()
 
-    # --- work ------------------------------------------------------------------------------------
-
     def _on_staged(self, node: int, message: msg.StagedReport) -> None:
         save = self._current(message.key)
         if save is None:
@@ -408,8 +406,6 @@ class Coordinator:
                 ),
                 lambda result: self._committed(save, target, numbers, result),
             )  # fmt: skip
-
-    # --- the end ---------------------------------------------------------------------------------
 
     def _committed(
         self, save: _Save, target: NewStep, numbers: NumberSummary, result: Exception | None

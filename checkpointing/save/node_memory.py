@@ -59,8 +59,6 @@ class NodeMemory:
         """Number of slots whose checksums are being computed."""
         self._committed: int | None = None
 
-    # --- making ----------------------------------------------------------------------------------
-
     def make(
         self, digest: str, plan: PlanInput, done: Callable[[NewSlots | Exception], None]
     ) -> None:
@@ -117,8 +115,6 @@ class NodeMemory:
                 header = plan.files[name].header
                 files.maps[name][: len(header)] = header
 
-    # --- filling ---------------------------------------------------------------------------------
-
     @property
     def end(self) -> msg.Position:
         """Position of a rank that has copied everything."""
@@ -161,8 +157,6 @@ class NodeMemory:
         if held is None or key not in (None, held.key):
             raise EOFError
         return self.files[slot]
-
-    # --- what outlives the process ---------------------------------------------------------------
 
     def remember(self, filling: SlotFilling, done: Callable[[msg.Manifest | None], None]) -> None:
         """Compute the checksums of a complete slot and write its manifest, so that a restart may

@@ -28,9 +28,6 @@ from checkpointing.storage import folders
 logger = logging.getLogger(__name__)
 
 
-# --- manifests ------------------------------------------------------------------------------------
-
-
 def write_manifest(folder: Path, slot: str, manifest: msg.Manifest | None, token: str) -> None:
     """Write the manifest of a slot. None removes it, so that no restart uses the slot."""
     path = folder / f"{slot}.manifest"
@@ -117,8 +114,6 @@ def open_leftover(slot: str, files: Sequence[str], token: str) -> SlotFiles:
             raise StorageError(f"{slot} holds no {file} of this run")
     return SlotFiles({file: str(path / file) for file in files}, writable=False)
 
-
-# --- bytes between nodes --------------------------------------------------------------------------
 
 BUNDLE_BYTES = 1 << 20
 """Largest number of bytes of ranges that are sent as one message. A shard of many tensors has many

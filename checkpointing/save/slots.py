@@ -224,8 +224,6 @@ def _meminfo(key: str) -> int:
     raise StorageError(f"/proc/meminfo has no {key}")
 
 
-# --- making slots ---------------------------------------------------------------------------------
-
 MAKERS = 8
 """Threads that create the files of slots."""
 Shape = list[object]

@@ -21,8 +21,6 @@ from checkpointing.wire import register
 logger = logging.getLogger(__name__)
 
 
-# --- clients --------------------------------------------------------------------------------------
-
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), ("boto3", "'perdure[s3]'")),
     **dict.fromkeys(("gs", "gcs"), ("gcsfs", "'perdure[gs]'")),
@@ -54,8 +52,6 @@ def _store(protocol: str, process: int) -> ObjectStore:
             f"{protocol}:// needs {package}, which is not installed: pip install {wanted}"
         ) from error
 
-
-# --- steps ----------------------------------------------------------------------------------------
 
 FOREIGN_SECONDS = 6 * 3600
 """Seconds without a new object or upload after which an unfinished step of another machine counts
@@ -212,8 +208,6 @@ class ObjectStorage:
 
     def filesystem(self, path: ObjectPath) -> str:
         return ""
-
-    # --- steps -----------------------------------------------------------------------------------
 
     def steps(self, directory: ObjectPath) -> list[ObjectPath]:
         """Returns the committed steps only, as unfinished steps have their final names already."""

@@ -36,8 +36,6 @@ from checkpointing.errors import UnreadableCheckpoint
 from checkpointing.format.layout import parse_step
 from checkpointing.storage.place import Place
 
-# --- processes ------------------------------------------------------------------------------------
-
 _OWNER = re.compile(r".*-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)")
 
 

@@ -35,8 +35,6 @@ from checkpointing.wire import register
 logger = logging.getLogger(__name__)
 
 
-# --- writing a step -------------------------------------------------------------------------------
-
 _numbers = itertools.count(1)
 
 
@@ -194,8 +192,6 @@ class PosixWriter:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-# --- storage --------------------------------------------------------------------------------------
-
 FOREIGN_SECONDS = 3600
 """Seconds without a change after which an unfinished directory of another machine counts as
 abandoned, as this machine cannot see its processes."""
@@ -269,8 +265,6 @@ class PosixStorage:
 
     def filesystem(self, path: Path) -> str:
         return posix.filesystem(path)
-
-    # --- steps -----------------------------------------------------------------------------------
 
     def steps(self, directory: Path) -> list[Path]:
         ownership.require_own_link(directory)

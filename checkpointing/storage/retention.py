@@ -16,9 +16,6 @@ from checkpointing.storage.steps import latest, list_steps, open_step, step_stat
 logger = logging.getLogger(__name__)
 
 
-# --- the decision --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StepInfo:
     """What retention knows about a step."""
@@ -154,9 +151,6 @@ def number_of(state: Mapping[str, Any], key: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) <= sys.float_info.max else math.inf
-
-
-# --- carrying it out -----------------------------------------------------------------------------
 
 
 def prune(

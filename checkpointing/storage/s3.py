@@ -237,8 +237,6 @@ class S3:
 
         list(self.pool.map(abort, uploads))
 
-    # --- requests --------------------------------------------------------------------------------
-
     def _call(self, method: str, path: ObjectPath, **arguments: Any) -> dict[str, Any]:
         call = getattr(self._client, method)
         where = {"Bucket": path.bucket, "Key": path.key}

@@ -81,9 +81,6 @@ class ConvertedDirectory:
         return "\n".join([made + "s" * (self.files != 1), *self.notes])
 
 
-# --- export ----------------------------------------------------------------------------------
-
-
 def export(
     path: str | Place,
     out: str | Place,
@@ -203,9 +200,6 @@ def _with_dtype(config: bytes, target: str, where: Place) -> bytes:
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-# --- import ----------------------------------------------------------------------------------
-
-
 def import_checkpoint(
     path: str | Place,
     out: str | Place,
@@ -289,9 +283,6 @@ def _open_any(
         if source.is_adapter:
             raise CheckpointError(f"{path}: {ADAPTER_CURE}")
         yield source, reader.pieces
-
-
-# --- shared by export and import -------------------------------------------------------------
 
 
 def _in_order(tensors: Mapping[str, layout.StoredTensor]) -> list[str]:

@@ -98,9 +98,6 @@ def find_source(path: str | Place, step: StepChoice = None) -> Place:
     return find_checkpoint(path, step)
 
 
-# --- ls --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ListingRow:
     """A checkpoint in a listing."""
@@ -191,9 +188,6 @@ def _world(state: dict[str, Any]) -> str:
     return " ".join(printable(str(world[key])) for key in keys if key in world)
 
 
-# --- show ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class CheckpointContents:
     """The tensors and trainer state of a checkpoint."""
@@ -251,9 +245,6 @@ def short(value: Any, limit: int = 100) -> str:
     """Returns a JSON value in one line, cut at `limit` characters."""
     text = printable(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
-
-
-# --- verify ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -337,9 +328,6 @@ def _verify_latest(steps: Sequence[Place]) -> list[CheckpointProblem]:
     return [CheckpointProblem(pointer, f"{pointer}: names {named!r}, which is no checkpoint")]
 
 
-# --- prune -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class PruneResult:
     """Retention's decision on each checkpoint, newest first."""
@@ -395,9 +383,6 @@ def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> P
     if not dry_run:
         decisions = retention.prune(directory, options, known)
     return PruneResult(decisions, dry_run, checked)
-
-
-# --- text ------------------------------------------------------------------------------------
 
 
 def human_bytes(size: float) -> str:
