@@ -348,7 +348,8 @@ class Checkpointer:
         """Whether this object saves in `directory` for a process group that no longer exists: the
         loop that created it has failed, and the process starts another attempt."""
         group = self._ranks.group
-        return self.directory == directory and group not in (None, *_known_groups())
+        known = distributed_c10d._world.pg_map
+        return self.directory == directory and group is not None and group not in known
 
     def _abandon(self) -> None:
         """End the running save without a checkpoint, and leave the last copy in memory, for this
@@ -376,7 +377,6 @@ class Checkpointer:
         self._newest, self._looked = self.on_main(newest), True
 
     def _report(self, step: int, parts: StateParts) -> SaveReport:
-        """Returns this rank's values of a save, which the ranks compare."""
         buffers = {name: f"{one.dtype} {one.shape}" for name, one in parts.buffers.items()}
         nbytes = sum(one.nbytes for one in parts.buffers.values())
         digest = _digest([parts.values, parts.groups, parts.trees])
@@ -440,10 +440,6 @@ class Checkpointer:
 
 _open: WeakSet[Checkpointer] = WeakSet()
 """Checkpointers of this process that are not closed."""
-
-
-def _known_groups() -> list[dist.ProcessGroup]:
-    return list(distributed_c10d._world.pg_map)
 
 
 def _united(key: str, of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

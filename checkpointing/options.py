@@ -106,12 +106,10 @@ class CheckpointOptions:
 
     @property
     def max_shard_bytes(self) -> int:
-        """`max_shard_size` in bytes."""
         return number_of_bytes("max_shard_size", self.max_shard_size)
 
     @property
     def bytes_per_second(self) -> int | None:
-        """`max_bandwidth` in bytes per second; None: no limit."""
         if self.max_bandwidth is None:
             return None
         return number_of_bytes("max_bandwidth", self.max_bandwidth)

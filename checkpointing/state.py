@@ -297,7 +297,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def _named(
     key: str, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 ) -> dict[str, nn.Parameter]:
-    """Returns the optimizer's parameters by FQN."""
     parameters = _parameters(optimizer)
     if any(parameter not in names for parameter in parameters):
         raise ValueError(

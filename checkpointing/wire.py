@@ -85,8 +85,6 @@ def unpack(data: bytes) -> Any:
 
 @dataclass
 class _Packing:
-    """State of packing a value."""
-
     blobs: list[bytes]
     numbers: dict[Any, int]
     """Number of each shared value that has been packed."""
@@ -94,8 +92,6 @@ class _Packing:
 
 @dataclass
 class _Unpacking:
-    """State of unpacking a value."""
-
     blobs: bytes
     shared: list[Any]
     at: int = 0
@@ -105,8 +101,6 @@ class _Unpacking:
 
 @dataclass(frozen=True)
 class _Form:
-    """How values of one type are packed."""
-
     encode: Callable[[Any, _Packing], Any] | None
     """Value → JSON; None if the value is its own JSON."""
     decode: Callable[[Any, _Unpacking], Any]
@@ -124,7 +118,6 @@ def _require(right: bool, value: Any, expected: str) -> None:
 
 @cache
 def _form(hint: Any) -> _Form:
-    """Returns how values with an annotation are packed."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return _Form(_encode_any, _decode_any)

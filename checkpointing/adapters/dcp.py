@@ -127,7 +127,6 @@ class _Saving(Future[None]):
         self._checkpointer = checkpointer
 
     def settle(self) -> None:
-        """Wait until the save has ended."""
         if super().done():
             return
         try:
@@ -169,7 +168,6 @@ def _begin(
     *,
     wait: bool,
 ) -> Checkpointer:
-    """Begin a save; with `wait`, return only once the checkpoint is in storage."""
     checkpointer, step = _opened(checkpoint_id, group)
     newest = checkpointer.newest()
     if step is not None and step == newest:

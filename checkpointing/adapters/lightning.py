@@ -157,7 +157,6 @@ class CheckpointedModelParallel(Checkpointed, ModelParallelStrategy):
 
 
 def _place(path: str | Path) -> tuple[str, int | None]:
-    """Returns (directory, step) of a path; (path, None) if it names no step."""
     directory, _, name = str(path).rpartition("/")
     if name.endswith(".ckpt") and (found := re.search(r"step=(\d+)", name)):
         return directory or ".", int(found[1])

@@ -29,7 +29,6 @@ _SINGLE = {"F8_E8M0": 0xFF, "F8_E4M3FNUZ": 0x80, "F8_E5M2FNUZ": 0x80}
 
 
 def may_be_infinite(dtype: str) -> bool:
-    """Whether values of a dtype can be NaN or infinite."""
     return dtype in _KINDS or dtype in _SINGLE
 
 

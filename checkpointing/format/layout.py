@@ -253,7 +253,6 @@ def parse_header(header: bytes, file: str, size: int, where: str) -> dict[str, S
 
 
 def _parse_entry(name: str, entry: Any) -> tuple[int, int, TensorMeta]:
-    """Returns (begin, end, meta) of a header's entry."""
     if not name.isprintable():
         raise ValueError(f"a tensor is called {name!a}, which is not printable text")
     fields = an_object(entry)
@@ -290,15 +289,11 @@ def parse_index(data: bytes, file: str) -> dict[str, str]:
         return weight_map
 
 
-def parse_state(data: bytes, file: str) -> dict[str, Any]:
-    """Parse trainer_state.json. Raises DamagedCheckpoint if `data` is not a JSON object."""
+def parse_state(data: bytes, step: int, file: str) -> dict[str, Any]:
+    """Parse trainer_state.json. Raises DamagedCheckpoint if `data` is not a JSON object, is not of
+    `step`, or has counts that are not whole numbers."""
     with _parsing(f"{file}: damaged"):
-        return read_object(data)
-
-
-def check_state(state: Mapping[str, Any], step: int, file: str) -> None:
-    """Raises DamagedCheckpoint unless the trainer state in `file` belongs to `step`, and its
-    counts, if present, are whole numbers."""
+        state = read_object(data)
     with _parsing(file):
         for name in _STATE_COUNTS & state.keys():
             try:
@@ -309,6 +304,7 @@ def check_state(state: Mapping[str, Any], step: int, file: str) -> None:
             an_object(state[name])
         if state.get("step", step) != step:
             raise ValueError(f"is of step {state['step']}, but the commit record of step {step}")
+    return state
 
 
 def json_bytes(value: Any) -> bytes:
@@ -317,7 +313,6 @@ def json_bytes(value: Any) -> bytes:
 
 
 def block_checksums(data: bytes) -> tuple[int, ...]:
-    """Returns the CRC-32 of each block of a small file."""
     starts = range(0, len(data), BLOCK_BYTES)
     return tuple(crc32(data[start : start + BLOCK_BYTES]) for start in starts)
 
@@ -341,21 +336,15 @@ class CommitRecord:
     optimizer/<name>."""
 
     def encode(self) -> bytes:
-        body = self._body()
+        files = {
+            name: {"bytes": file.size, "crc32": [f"{crc:08x}" for crc in file.checksums]}
+            for name, file in sorted(self.files.items())
+        }
+        body = {"format": FORMAT, "step": self.step, "block_bytes": BLOCK_BYTES, "files": files}
+        if self.odd:
+            body["not_finite"] = sorted(self.odd)
         # not indented, as it may hold a hundred thousand checksums
         return (json.dumps({**body, "sha256": _digest(body)}) + "\n").encode()
-
-    def _body(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "step": self.step,
-            "block_bytes": BLOCK_BYTES,
-            "files": {
-                name: {"bytes": file.size, "crc32": [f"{crc:08x}" for crc in file.checksums]}
-                for name, file in sorted(self.files.items())
-            },
-            **({"not_finite": sorted(self.odd)} if self.odd else {}),
-        }
 
     @staticmethod
     def decode(data: bytes, where: str) -> "CommitRecord":
@@ -394,7 +383,6 @@ def _file_record(name: str, entry: Any) -> FileRecord:
 
 @contextmanager
 def _parsing(what: str) -> Iterator[None]:
-    """Turn errors of malformed contents into DamagedCheckpoint."""
     try:
         yield
     except KeyError as error:

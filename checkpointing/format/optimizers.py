@@ -422,6 +422,5 @@ def _keeps(cut: Placement, shape: tuple[int, ...] | torch.Size, like: DTensor) -
 
 
 def has_empty_shards(tensor: DTensor) -> bool:
-    """Whether some ranks hold no part of `tensor`."""
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return any(isinstance(cut, Shard) and tensor.shape[cut.dim] < ranks for cut, ranks in sizes)

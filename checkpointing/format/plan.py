@@ -44,7 +44,6 @@ class TensorLayout:
     """One split per mesh dimension, applied from left to right."""
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Returns the coordinate of a rank on the mesh; None if it is not on the mesh."""
         index = self._places.get(rank)
         if index is None:
             return None
@@ -217,7 +216,6 @@ SMALL_BYTES = 1 << 16
 
 
 def _first(name: str, contributors: Sequence[int]) -> int:
-    """Returns the index of the first contributor, which depends on the tensor's name."""
     return crc32(name.encode()) % len(contributors)
 
 

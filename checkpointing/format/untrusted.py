@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterable
 from typing import Any
 
 MAX_JSON_BYTES = 256 << 20
@@ -84,7 +83,8 @@ def read_object(data: bytes | str) -> dict[str, Any]:
         raise ValueError("nested too deep") from None
     level: list[Any] = [found]
     for _ in range(MAX_NESTING):
-        level = [value for parent in level for value in _containers(parent)]
+        values = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for of in values for one in of if isinstance(one, dict | list)]
         if not level:
             return found
     raise ValueError("nested too deep")
@@ -99,11 +99,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the name {_short(twice)} occurs twice in one object")
     return found
-
-
-def _containers(parent: Any) -> Iterable[Any]:
-    values = parent.values() if isinstance(parent, dict) else parent
-    return (value for value in values if isinstance(value, dict | list))
 
 
 def _short(value: Any) -> str:

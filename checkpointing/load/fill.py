@@ -324,7 +324,6 @@ class _Load:
 def _to_fill(
     dealt: ReadRound, place: int, memory: memoryview, finite: Collection[str]
 ) -> dict[str, list[ReadSegment]]:
-    """Returns file → segments that the rank at `place` in its node reads in a round."""
     segments: dict[str, list[ReadSegment]] = {}
     for slab, reader, position in dealt:
         if reader == place:

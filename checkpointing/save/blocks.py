@@ -97,11 +97,9 @@ class Grants:
         self._out[key, blocks] = node
 
     def take_back(self, key: Key, blocks: BlockRange) -> bool:
-        """Remove a grant; returns whether there was one."""
         return self._out.pop((key, blocks), None) is not None
 
     def forget(self, node: int) -> None:
-        """Remove all grants of a node whose writer has died."""
         self._out = {what: where for what, where in self._out.items() if where != node}
 
     def writes(self, key: Key) -> bool:
@@ -235,7 +233,6 @@ def write_blocks(
 def _within(
     sources: list[tuple[int, int, int]], start: int, stop: int
 ) -> list[tuple[int, int, int]]:
-    """Returns the parts of `sources` (sorted, disjoint) between `start` and `stop`."""
     first = max(0, bisect_right(sources, (start, sys.maxsize, 0)) - 1)
     found = itertools.takewhile(lambda source: source[0] < stop, sources[first:])
     return [(max(a, start), min(b, stop), node) for a, b, node in found if b > start]

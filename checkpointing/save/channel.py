@@ -92,7 +92,6 @@ class Channel:
         return data
 
     def poll(self, seconds: float) -> bool:
-        """Wait up to `seconds` for a message; returns whether there is one."""
         return self._connection.poll(seconds)
 
     def limit(self, seconds: float) -> None:

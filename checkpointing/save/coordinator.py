@@ -51,12 +51,6 @@ STAGGER_SECONDS = 0.02
 
 
 @dataclass
-class _Request:
-    wait: bool
-    contents: msg.SaveContents | None = None
-
-
-@dataclass
 class _Save:
     key: msg.Key
     contents: msg.SaveContents
@@ -120,7 +114,7 @@ class Coordinator:
         self._hellos: dict[int, msg.SlotsReport] = {}
         """Node → its report of slots for a plan, which this node may not know yet."""
         self._save: _Save | None = None
-        self._requests: dict[msg.Key, _Request] = {}
+        self._requests: dict[msg.Key, msg.SaveRequest] = {}
         """Requests without an answer."""
         self._answers: dict[msg.Key, list[msg.Answer | msg.SaveEnded]] = {}
         """Messages about the last four requests, for nodes whose request comes later."""
@@ -232,10 +226,10 @@ class Coordinator:
             self._answer(msg.SaveSkipped(key, msg.VOIDED))
             return
         if key not in self._requests:
-            self._requests[key] = _Request(begin.wait)
+            self._requests[key] = begin
             self._wait_for_nodes(key)
         if begin.contents is not None:
-            self._requests[key].contents = begin.contents
+            self._requests[key] = begin
             self._consider(key)
 
     # --- admission -------------------------------------------------------------------------------

@@ -142,7 +142,6 @@ class SaveOutcome:
 
 
 def overdue(options: CheckpointOptions) -> str:
-    """Returns the message for a save that exceeds its deadline."""
     return f"not done within {options.deadline:g} s (checkpoint.deadline)"
 
 

@@ -22,7 +22,7 @@ from isal.isal_zlib import crc32
 from checkpointing.errors import StorageError, explain
 from checkpointing.save import messages as msg
 from checkpointing.save.channel import SILENT_SECONDS, Channel, call
-from checkpointing.save.slots import SlotFiles, fitting, portions
+from checkpointing.save.slots import SlotFiles, created, fitting, portions
 from checkpointing.storage import folders
 
 logger = logging.getLogger(__name__)
@@ -81,20 +81,13 @@ def copy_slot(
     if not (folder / name).exists() and not fitting(nbytes, folders.SHARED_MEMORY, 1):
         raise StorageError(f"its {nbytes / 1e6:,.1f} MB do not fit into memory")
     for file, ranges in manifest.ranges.items():
-        path = folder / name / file
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # O_NOFOLLOW: a planted link would make this process write elsewhere.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            cut = portions(ranges)
-            with closing(pull(file, cut)) as coming:
-                for (at, _), expected in zip(cut, manifest.checksums[file], strict=True):
-                    data = next(coming)
-                    if crc32(data) != expected:  # the other node has begun the next save
-                        raise StorageError(f"{file} changed while it was copied")
-                    os.pwrite(descriptor, data, at)
-        finally:
-            os.close(descriptor)
+        cut = portions(ranges)
+        with created(folder / name / file) as descriptor, closing(pull(file, cut)) as coming:
+            for (at, _), expected in zip(cut, manifest.checksums[file], strict=True):
+                data = next(coming)
+                if crc32(data) != expected:  # the other node has begun the next save
+                    raise StorageError(f"{file} changed while it was copied")
+                os.pwrite(descriptor, data, at)
     write_manifest(folder, name, manifest, token)
 
 
@@ -133,7 +126,6 @@ class Puller:
 
     @property
     def _connections(self) -> dict[int, Channel]:
-        """Node → connection of the calling thread."""
         connections: dict[int, Channel] = self._of_thread.__dict__.setdefault("by_node", {})
         return connections
 

@@ -86,14 +86,11 @@ class SlotFiles:
 
     def __init__(self, paths: Mapping[str, str], *, writable: bool = True) -> None:
         self.maps: dict[str, mmap.mmap] = {}
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         for name, path in paths.items():
-            descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
-            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-            try:
-                # the mapping outlives the descriptor, of which a process may have few
-                self.maps[name] = mmap.mmap(descriptor, 0, access=access)
-            finally:
-                os.close(descriptor)
+            # the mapping outlives the descriptor, of which a process may have few
+            with open(path, "rb+" if writable else "rb") as file:
+                self.maps[name] = mmap.mmap(file.fileno(), 0, access=access)
 
     def checksums(self, ranges: Ranges, threads: int) -> dict[str, list[int]]:
         """Returns file → CRC-32 of each of its `portions`."""
@@ -140,7 +137,6 @@ RESERVE = 256 << 20
 
 
 def no_memory(nbytes: int) -> StorageError:
-    """Returns the error for a node on which no slot fits."""
     return StorageError(
         f"checkpoints are copied to memory before they are written, which takes "
         f"{nbytes / 1e9:.2f} GB on this node; only {available_bytes() / 1e9:.2f} GB are free (and "
@@ -198,7 +194,8 @@ def settled(free: Callable[[], int], enough: int) -> int:
 def available_bytes() -> int:
     """Returns the bytes that this process can still allocate within the machine's memory and the
     limits of its control groups. Page cache counts as free."""
-    free = [_meminfo("MemAvailable")]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     try:
         _, _, group = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)
         path = Path("/sys/fs/cgroup") / group.lstrip("/")
@@ -215,13 +212,6 @@ def available_bytes() -> int:
     except (OSError, ValueError):  # no control groups, or version 1
         pass
     return min(free)
-
-
-def _meminfo(key: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise StorageError(f"/proc/meminfo has no {key}")
 
 
 MAKERS = 8
@@ -322,7 +312,6 @@ def make_room(slots: Slots, ranges: Ranges, disk: str | None) -> None:
 
 
 def give_back(files: SlotFiles, ranges: Ranges) -> None:
-    """Free the pages of a transient slot."""
     for name, spans in ranges.items():
         region = files.maps[name]
         for start, stop in spans:
@@ -336,19 +325,25 @@ def _shared_slots(
     """Create the files in parallel, as the kernel clears the pages of a file on one core."""
 
     def make(slot: int, name: str) -> None:
-        path = folder / f"slot-{slot}" / name
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # O_NOFOLLOW: a planted link would make this process write elsewhere.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
+        with created(folder / f"slot-{slot}" / name) as descriptor:
             _reserve(descriptor, files[name].size, ranges[name])
-        finally:
-            os.close(descriptor)
 
     jobs = [(slot, name) for slot in range(count) for name in ranges]
     with ThreadPoolExecutor(MAKERS) as pool:
         list(pool.map(lambda job: make(*job), jobs))
     return [{name: str(folder / f"slot-{slot}" / name) for name in ranges} for slot in range(count)]
+
+
+@contextmanager
+def created(path: Path) -> Iterator[int]:
+    """Yields the descriptor of a slot's file, which is created unless it exists."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # O_NOFOLLOW: a planted link would make this process write elsewhere.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _anonymous_slot(

@@ -46,7 +46,6 @@ ALONE_SECONDS = 1.5
 """Seconds for which requests wait for a lost coordinator; then they are skipped. Rank 0 restarts
 the coordinator when it requests the same save. But if rank 0 already has its answer, its next
 request comes only after the ranks of this node have continued."""
-GIVEN_UP = "this node gave the save up when it lost the writer process of rank 0's node"
 
 
 class Writer:
@@ -242,8 +241,8 @@ class Writer:
         if key[1] <= self._answered:  # this request was answered before
             admitted = isinstance(answer, msg.SaveAdmitted)
             if admitted and (self._current is None or self._current.key != key):
-                # This node gave the save up when it lost the coordinator that began it.
-                self._to_coordinator(msg.NodeCannotSave(key, msg.NodeSaveFailure(GIVEN_UP)))
+                why = "this node gave the save up when it lost the writer process of rank 0's node"
+                self._to_coordinator(msg.NodeCannotSave(key, msg.NodeSaveFailure(why)))
             return
         self._answered = key[1]  # an answer that arrives again after a reconnect is ignored
         self._requests.pop(key, None)

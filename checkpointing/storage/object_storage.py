@@ -288,7 +288,6 @@ class ObjectFile:
 
 
 def _committed(steps: Sequence[ObjectPath]) -> list[ObjectPath]:
-    """Returns the steps that have a commit record."""
     if not steps:
         return []
     records = store_of(steps[0]).find_all([step / COMMIT_RECORD for step in steps])
@@ -315,7 +314,6 @@ def _is_abandoned(
 
 
 def _remove(step: ObjectPath, uploads: Collection[Upload]) -> None:
-    """Remove all objects and uploads of an uncommitted step."""
     store: ObjectStore = store_of(step)
     store.abort_uploads([(upload.path, upload.token) for upload in uploads])
     store.delete([step / name for name in store.walk(step)])

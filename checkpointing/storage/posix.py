@@ -43,7 +43,6 @@ _MOST_BUFFERS = 1024
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a retry may succeed after `error`."""
     return isinstance(error, OSError) and error.errno in TRANSIENT
 
 
@@ -201,7 +200,6 @@ def sync_directory(path: Path) -> None:
 
 
 def block_buffer(size: int) -> memoryview:
-    """Returns a buffer for any block of a file of `size` bytes."""
     return memoryview(bytearray(min(size, BLOCK_BYTES)))
 
 

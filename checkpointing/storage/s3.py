@@ -268,7 +268,6 @@ class S3:
             raise self._explained(error, path) from error
 
     def _explained(self, error: Exception, path: ObjectPath) -> Exception:
-        """Returns the error of this package that corresponds to an error of boto."""
         code, status = _code(error)
         if code == "NoSuchBucket":
             return StorageError(
@@ -307,7 +306,6 @@ def _code(error: BaseException) -> tuple[str, int]:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether a retry may succeed after `error`."""
     if isinstance(error, ClientError):
         code, status = _code(error)
         return code in _PASSING or status == 429 or (status >= 500 and status != 501)
@@ -362,7 +360,6 @@ class PartWriter:
         self._under_way.add(part)
 
     def _gather(self, parts: set[Future[dict[str, Any]]]) -> None:
-        """Collect the results of finished parts, or raise their errors."""
         for part in parts:
             self._parts.append(part.result())
             self._under_way.discard(part)

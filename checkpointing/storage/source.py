@@ -10,6 +10,7 @@ from typing import Any
 
 from checkpointing.errors import reading
 from checkpointing.format.layout import (
+    ADAPTER,
     COMMIT_RECORD,
     LATEST,
     MODEL,
@@ -47,8 +48,9 @@ def open_source(path: Place) -> Iterator[CheckpointSource]:
     """Open a checkpoint, which retention does not delete meanwhile, or a plain directory. Raises
     DamagedCheckpoint or StorageError if it is damaged or cannot be read."""
     if not steps.storage_of(path).exists(path / COMMIT_RECORD):
-        if (adapter := steps.plain_adapter(path)) is not None:
-            yield CheckpointSource(path, adapter, is_adapter=True)
+        adapter = ADAPTER.file(1, 1)
+        if steps.storage_of(path).exists(path / adapter):
+            yield CheckpointSource(path, steps.read_header(path, adapter, None), is_adapter=True)
         else:
             yield CheckpointSource(path, steps.hugging_face_tensors(path))
         return

@@ -48,7 +48,6 @@ class CommittedStep:
 
     @property
     def sections(self) -> tuple[layout.Section, layout.Section]:
-        """(section of the model or adapter, section of the optimizer)."""
         return layout.sections_of(self.record.files)
 
 
@@ -212,9 +211,8 @@ def step_state(step: CommittedStep) -> dict[str, Any]:
     not a JSON object, is of another step, or cannot be read."""
     where = step.path / layout.TRAINER_STATE
     with reading(where):
-        state = layout.parse_state(storage_of(where).read(where, MAX_JSON_BYTES), str(where))
-    layout.check_state(state, step.record.step, str(where))
-    return state
+        data = storage_of(where).read(where, MAX_JSON_BYTES)
+    return layout.parse_state(data, step.record.step, str(where))
 
 
 def stored_tensors(
@@ -252,14 +250,6 @@ ADAPTER_CURE = (
 )
 SINGLE_FILE = "model.safetensors"
 """Name of the file with all weights in a Hugging Face directory that is not sharded."""
-
-
-def plain_adapter(path: Place) -> dict[str, layout.StoredTensor] | None:
-    """Returns the positions of an adapter's tensors in a directory by PEFT; None for any other
-    directory. Raises DamagedCheckpoint if the file is damaged."""
-    if not storage_of(path).exists(path / layout.ADAPTER.file(1, 1)):
-        return None
-    return read_header(path, layout.ADAPTER.file(1, 1), None)
 
 
 def hugging_face_tensors(path: Place) -> dict[str, layout.StoredTensor]:

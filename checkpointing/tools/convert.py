@@ -335,7 +335,6 @@ def _new_directory(out: Path) -> Iterator[Path]:
 def _write_tensors(
     directory: Path, file: layout.TensorFile, pieces: Callable[[str], Pieces]
 ) -> layout.FileRecord:
-    """Write a tensor file from start to end, durable on return."""
     checksums: list[int] = []
     size = 0
 

@@ -146,7 +146,6 @@ def _same_checksums(
     left: Mapping[str, FileRecord],
     right: Mapping[str, FileRecord],
 ) -> bool:
-    """Whether the blocks that hold two tensors have equal recorded checksums."""
     # Blocks are comparable at equal offsets only.
     if a.begin != b.begin or a.file not in left or b.file not in right:
         return False
