@@ -88,11 +88,7 @@ class Checkpointer:
     """
 
     def __init__(
-        self,
-        directory: str | Path,
-        *,
-        group: dist.ProcessGroup | None = None,
-        **options: Any,
+        self, directory: str | Path, *, group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
         if of_recipes := sorted({"directory", "every"} & options.keys()):
             raise TypeError(f"{of_recipes[0]} is for recipes; the loop decides when it saves")
@@ -167,11 +163,7 @@ class Checkpointer:
                 of.put()
 
         found = self._tensors.load(
-            model=parts.model,
-            optimizer=targets,
-            step=wanted,
-            finite=parts.trained,
-            refuse=refuse,
+            model=parts.model, optimizer=targets, step=wanted, finite=parts.trained, refuse=refuse
         )
         if wanted is None:
             self._newest, self._looked = (int(found["step"]) if found else None), True

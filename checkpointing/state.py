@@ -324,10 +324,7 @@ def _of_optimizer(
 
 
 def targets_of(
-    state: State,
-    parts: StateParts,
-    saved: Mapping[str, Any],
-    metas: Mapping[str, TensorMeta],
+    state: State, parts: StateParts, saved: Mapping[str, Any], metas: Mapping[str, TensorMeta]
 ) -> dict[str, OptimizerTargets]:
     """Returns key → tensors to load the state of each optimizer into.
 

@@ -480,10 +480,7 @@ class TensorCheckpointer:
         return None
 
     def _load_stored(
-        self,
-        aim: GoalOf,
-        step: int | None,
-        refuse: Callable[[Mapping[str, Any]], None],
+        self, aim: GoalOf, step: int | None, refuse: Callable[[Mapping[str, Any]], None]
     ) -> dict[str, Any] | None:
         """Load from storage. A step that another run deletes before it is read does not count as
         damaged, as there is a newer step by then."""
