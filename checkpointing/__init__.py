@@ -1,8 +1,7 @@
 """Durable training state: named tensors and a process group in, safetensors out.
 
 Imports neither trainer nor elastic. Public names load on first use, so that
-`checkpointing.options` is read, and checkpoints are listed, without importing torch.
-"""
+`checkpointing.options` is read, and checkpoints are listed, without importing torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

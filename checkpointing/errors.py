@@ -5,8 +5,7 @@ CheckpointError
 ├── DamagedCheckpoint  load the previous checkpoint; raised to callers if there is none
 │   └── UnreadableCheckpoint  likewise, and delete nothing: storage may recover
 ├── StorageError       stop: checkpoints cannot be read here (permissions, a later format, …)
-└── SaveFailed         continue training: this save is lost, earlier checkpoints are untouched
-"""
+└── SaveFailed         continue training: this save is lost, earlier checkpoints are untouched"""
 
 import errno
 from collections.abc import Iterator

@@ -4,8 +4,7 @@
 JSON lacks is an object with one key that begins with "$": {"$tuple": […]}, {"$bytes": length},
 {"$path": "…"}, {"$dict": [[key, value], …]}, and {"$Name": [field, …]} for a registered dataclass.
 Fields are encoded by their annotations, without naming their types. `unpack` checks every field
-against its annotation, and creates only registered classes.
-"""
+against its annotation, and creates only registered classes."""
 
 import json
 import types

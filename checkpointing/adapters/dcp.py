@@ -2,8 +2,7 @@
 nested state_dict, and the path of a checkpoint. In place of
 `import torch.distributed.checkpoint as dcp` write:
 
-    from checkpointing.adapters import dcp
-"""
+    from checkpointing.adapters import dcp"""
 
 import os
 from collections.abc import Iterator, Mapping

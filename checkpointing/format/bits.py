@@ -4,8 +4,7 @@
 is multiplied by an odd number, derived from the tensor's name and the row, and added. A row extends
 along the last dimension, and begins a new word; a vector has a word per row. So the digests of
 parts add up to the digest of the whole, wherever the parts of ranks, nodes or files end. The digest
-detects errors, such as a wrong row or a flipped bit, but no forgery.
-"""
+detects errors, such as a wrong row or a flipped bit, but no forgery."""
 
 from collections.abc import Iterator, Sequence
 from zlib import crc32

@@ -3,8 +3,7 @@
 [Note: parts] CRC-32 is a remainder of polynomials over GF(2). So the CRC of a block is the sum of
 contributions of its parts: crc(A B) = crc(A) · x^(8 · len(B)) + crc(B) modulo the CRC's polynomial,
 as in zlib's crc32_combine (Mark Adler). The sum is an exclusive or, in any order, over any ranks. A
-rank that holds a few rows of a block reads only these, and still the whole block is checked.
-"""
+rank that holds a few rows of a block reads only these, and still the whole block is checked."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -13,8 +13,7 @@ The checkpoint of an adapter has PEFT's adapter_config.json and adapter_model.sa
 of config.json and the files of the model.
 
 Pure: converts objects to bytes and back, without I/O or torch. Nothing depends on a rank or a world
-size.
-"""
+size."""
 
 import hashlib
 import json

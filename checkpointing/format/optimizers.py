@@ -4,8 +4,7 @@
 Its tensors are saved as `<parameter>.<key>`, such as `layer.weight.exp_avg`, and the tree as JSON,
 in which a dtype and a shape replace each tensor. So a load creates exactly the saved state, without
 a dummy step of the optimizer. If an optimizer overrides `state_dict` and returns other contents
-than torch's, this result is saved, and loaded by its `load_state_dict`.
-"""
+than torch's, this result is saved, and loaded by its `load_state_dict`."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping

@@ -1,8 +1,7 @@
 """The two sections of a checkpoint, model and optimizer, under joint names.
 
 In a collection of both sections, the joint name of a tensor is model/<name> or optimizer/<name>.
-This module does not import numpy, with which a writer process would take 0.1 s longer to start.
-"""
+This module does not import numpy, with which a writer process would take 0.1 s longer to start."""
 
 import hashlib
 from collections.abc import Mapping, Sequence

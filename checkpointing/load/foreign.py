@@ -1,8 +1,7 @@
 """Reads checkpoints of torch.distributed.checkpoint (DCP).
 
 A DCP checkpoint is a directory with pickled metadata and, for each tensor, saved chunks. Names show
-how the state was nested: `model.layers.0.weight`, `app.optim.state.<fqn>.exp_avg`.
-"""
+how the state was nested: `model.layers.0.weight`, `app.optim.state.<fqn>.exp_avg`."""
 
 import io
 import pickle  # noqa: TID251  # for an Unpickler that makes nothing but DCP's own metadata

@@ -9,8 +9,7 @@ from it since the copy, or if the directory of the run was deleted, and the toke
 [Note: token] The token is a secret of the run. It is stored in the checkpoint directory before the
 first step is copied to memory. Manifests carry a MAC under this token (peers.py), so that only
 memory of this very run is loaded. On a filesystem only the run's user can read the token. In an
-object store every reader of the bucket can read it, so there it prevents mistakes, not attacks.
-"""
+object store every reader of the bucket can read it, so there it prevents mistakes, not attacks."""
 
 import logging
 import os

@@ -6,8 +6,7 @@ stretches, are read into memory that the ranks of the node share, and copied fro
 an object store, or another node's memory, would send the same bytes several times.
 
   unit   a box of a tensor that is read as a whole: by one rank alone, or by a node together
-  slab   a box inside a unit whose bytes are contiguous in the file
-"""
+  slab   a box inside a unit whose bytes are contiguous in the file"""
 
 import itertools
 import math

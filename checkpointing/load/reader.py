@@ -18,6 +18,7 @@ from checkpointing.format.layout import (
 from checkpointing.format.plan import TensorSpec
 from checkpointing.format.sections import not_finite
 from checkpointing.format.tensors import TORCH_DTYPES, place_of, tensors_not_finite
+from checkpointing.format.untrusted import listed
 from checkpointing.load.fill import read_tensors
 from checkpointing.load.published import by_model_names, cure, without_copies
 from checkpointing.load.segments import CheckpointFiles
@@ -31,9 +32,6 @@ from checkpointing.storage.steps import (
     storage_of,
     stored_tensors,
 )
-
-_NAMED = 3
-"""Largest number of differing tensors that a message names."""
 
 
 def load_model(
@@ -215,10 +213,7 @@ def refuse_differences(
 
 
 def _list(what: str, names: Sequence[str]) -> list[str]:
-    if not names:
-        return []
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return [f"{what} {', '.join(names[:_NAMED])}{more}"]
+    return [f"{what} {listed(names)}"] if names else []
 
 
 def _is_float(dtype: str) -> bool:

@@ -1,8 +1,7 @@
 """The blocks of a save: which node's writer writes each, and how.
 
 A node writes the tensor files that it owns. It has a part of their bytes in a slot, and fetches all
-other bytes from other nodes.
-"""
+other bytes from other nodes."""
 
 import itertools
 import math

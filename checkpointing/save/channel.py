@@ -12,8 +12,7 @@ number as the nonce: a key sees each nonce once. GMAC takes a fifth of HMAC-SHA2
 matters where a copy of every step travels to another node.
 
 docs/elastic.md says who writes the file with the job's secret, and who is trusted. This package
-imports nothing of `elastic`, and reads that file by the same rules.
-"""
+imports nothing of `elastic`, and reads that file by the same rules."""
 
 import hashlib
 import hmac

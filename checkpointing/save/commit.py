@@ -7,8 +7,7 @@ would disturb each other.
 without it, with a save that it believes to be the newest. Each coordinator therefore claims the
 directory at its first save. It checks that its claim is still the newest at the beginning of every
 save and right before its commit (a fencing token; Kleppmann, Designing Data-Intensive Applications,
-2017, chapter 8). Two runs with the same directory by mistake notice each other in the same way.
-"""
+2017, chapter 8). Two runs with the same directory by mistake notice each other in the same way."""
 
 import json
 import logging

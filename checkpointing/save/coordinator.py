@@ -21,8 +21,7 @@ this process may have answered to some ranks: it would wait for writers that nob
 rank 0 itself continues. That request is skipped for all ranks that still make it. A save that
 exceeds `deadline` fails, too; the writers that block it exit, and ranks restart them. A commit that
 has begun is never interrupted, as removing the files at that moment could publish some of them. If
-the commit hangs, the ranks of rank 0's node kill this process, which is like any other crash.
-"""
+the commit hangs, the ranks of rank 0's node kill this process, which is like any other crash."""
 
 import logging
 import time

@@ -2,8 +2,7 @@
 the writer of rank 0's node. coordinator.py [Note: a save] explains the protocol.
 
 They are sent over a Channel, packed by wire.py. A process handles every message in its union below
-(FromRank, ToCoordinator, ToNode, ToRank).
-"""
+(FromRank, ToCoordinator, ToNode, ToRank)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

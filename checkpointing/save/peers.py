@@ -3,8 +3,7 @@
 [Note: manifest] A manifest carries a MAC under the token of the run, see [Note: token] in
 load/memory.py. So a run ignores slots that another run of the same user left under the same path.
 The checksums in a manifest are CRC-32s. They detect accidents only: other users cannot write to the
-folders of slots.
-"""
+folders of slots."""
 
 import hashlib
 import hmac

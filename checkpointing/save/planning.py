@@ -6,8 +6,7 @@ no rank ever had. Ranks therefore compare samples, as reading every replica comp
 than writing one. A sample has all numbers of a small tensor, and every STRIDE-th of a large one: at
 least one of each row of STRIDE numbers. Of the optimizer's tensors only about STATES are compared,
 since a difference in them appears in a parameter after the next step. The first number of a sample
-depends on the step, so that later saves compare other numbers.
-"""
+depends on the step, so that later saves compare other numbers."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from checkpointing.format.sections import (
     stored_by_name,
 )
 from checkpointing.format.tensors import as_bytes
+from checkpointing.format.untrusted import listed
 from checkpointing.ranks import RankGroup, specs_digest
 
 Signature = tuple[tuple[Any, ...], tuple[Any, ...]]
@@ -168,8 +168,6 @@ LEAST = 256
 """Fewest numbers that are compared of a tensor, if it has as many."""
 STATES = 64
 """Fewest tensors of optimizer state that are compared, if there are as many."""
-SHOWN = 3
-"""Largest number of names in an error message."""
 
 SampleDigest = tuple[bytes, int]
 """(digest of the names of a rank's tensors, digest of the sample of their numbers)."""
@@ -211,13 +209,12 @@ def require_equal(
                 differing.setdefault(name, (holder, rank))
     if not differing:  # ranks hold tensors with different names, such as stages of a pipeline
         return
-    shown = ", ".join(list(differing)[:SHOWN])
-    more = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
     one, other = next(iter(differing.values()))
     raise ValueError(
-        f"{shown}{more}: rank {other} holds other numbers than rank {one}, but a checkpoint has "
-        "one tensor of each name. Keep replicas equal, as DistributedDataParallel does, or shard "
-        "with DTensor, or put what differs between ranks into an object with state_dict"
+        f"{listed([*differing])}: rank {other} holds other numbers than rank {one}, but a "
+        "checkpoint has one tensor of each name. Keep replicas equal, as DistributedDataParallel "
+        "does, or shard with DTensor, or put what differs between ranks into an object with "
+        "state_dict"
     )
 
 

@@ -17,8 +17,7 @@ writer.
 
 [Note: no slots] With `slots: 0` there is one anonymous file for each tensor file, empty between
 saves. A node first checks that there is room when it joins a save. Pages are allocated as ranks
-copy, and freed when the save has ended and all ranks of the node have copied.
-"""
+copy, and freed when the save has ended and all ranks of the node have copied."""
 
 import ctypes
 import json

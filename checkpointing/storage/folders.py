@@ -7,8 +7,7 @@ lock when the process ends, in any container, so no process id or host is compar
 
     perdure-<run>-<pid>-<random>   in use while it is locked, else left by a dead process
     perdure-new-<random>           being created
-    perdure-gone-<random>          being deleted
-"""
+    perdure-gone-<random>          being deleted"""
 
 import errno
 import fcntl

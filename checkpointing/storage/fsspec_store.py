@@ -3,8 +3,7 @@
 Credentials and settings come from fsspec's configuration and from the implementation. Unlike with
 S3, one thread sends a tensor file block by block, and no other process can abort its upload. But
 the store creates the file only if it does not exist (ifGenerationMatch=0, If-None-Match). So a
-writer that was wrongly thought dead cannot change a checkpoint.
-"""
+writer that was wrongly thought dead cannot change a checkpoint."""
 
 import logging
 import time

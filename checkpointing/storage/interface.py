@@ -1,7 +1,6 @@
 """Protocols of storage: files of checkpoints, whole steps, and clients of object stores.
 
-posix_storage.py and object_storage.py implement them; `steps.storage_of` chooses.
-"""
+posix_storage.py and object_storage.py implement them; `steps.storage_of` chooses."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -14,8 +14,7 @@ link, as backups make them, changes nothing: only trusted users can write to the
 user's step, so nobody else can place a link there.
 
 A directory that a user names for reading, such as `model.init_from`, has no rule: files of any user
-are read there.
-"""
+are read there."""
 
 import errno
 import grp

@@ -7,8 +7,7 @@ Other users read without a lock, and a step may be deleted while they read it. R
 lock at most LOCK_SECONDS, retention does not wait.
 
 The locks are Linux's open file description locks: the kernel drops them with their process, and one
-process may hold several. NFS forwards them.
-"""
+process may hold several. NFS forwards them."""
 
 import errno
 import fcntl

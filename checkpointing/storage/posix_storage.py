@@ -6,8 +6,7 @@
   step-00001000.trash-<owner>    being deleted by <owner>
   foreign-1000-<random>          set aside: a link, or a step of a user who is not trusted
   .reading                       locked by readers of a step, see posix.py [Note: readers]
-Owners are processes, see ownership.py. Files with other names are never touched.
-"""
+Owners are processes, see ownership.py. Files with other names are never touched."""
 
 import errno
 import itertools

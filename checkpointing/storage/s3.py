@@ -7,8 +7,7 @@ checksums of requests needs AWS_REQUEST_CHECKSUM_CALCULATION=when_required.
 A tensor file is a multipart upload with one part for each block, begun by the coordinator. Whoever
 removes a dead process's unfinished step aborts its uploads. An aborted upload cannot be finished.
 So a writer that was wrongly thought dead cannot change a checkpoint that another run has committed
-since.
-"""
+since."""
 
 import errno
 import logging

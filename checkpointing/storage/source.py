@@ -18,7 +18,7 @@ from checkpointing.format.layout import (
     FileRecord,
     StoredTensor,
 )
-from checkpointing.format.untrusted import is_plain, printable
+from checkpointing.format.untrusted import is_plain, listed, printable
 from checkpointing.storage import steps
 from checkpointing.storage.place import Place
 
@@ -109,8 +109,6 @@ OWN_FILES = {COMMIT_RECORD, LATEST, TRAINER_STATE}
 _WEIGHTS = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp",
 }  # fmt: skip
-_NAMED = 3
-"""Largest number of files that a message lists."""
 
 
 def is_weights(name: str) -> bool:
@@ -146,7 +144,7 @@ def beside_weights(directory: Place) -> tuple[dict[str, bytes], str]:
             continue
         with reading(directory / name):
             files[name] = storage.read(directory / name, MOST_BYTES)
-    return files, "; ".join(f"{_listed(names)}: {why}" for why, names in left.items())
+    return files, "; ".join(f"{listed(names)}: {why}" for why, names in left.items())
 
 
 def _files(folder: Place, prefix: str = "") -> Iterator[tuple[str, Place]]:
@@ -188,8 +186,3 @@ def _refused(name: str, entry: Place, homes: set[Path]) -> str | None:
     if isinstance(entry, Path) and not (entry.is_file() and homes & {*entry.resolve().parents}):
         return "no file that can be read, or a link that leads elsewhere"
     return None
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
