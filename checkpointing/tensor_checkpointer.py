@@ -450,13 +450,13 @@ class TensorCheckpointer:
     ) -> dict[str, Any] | None:
         torn = ""
         with failing_alike():
-            # with a staging, memory holds only steps of this object
+            # Once this object has slots, memory holds only its own steps.
             if self._staging is None and step is None:
                 memory = find_memory(self._ranks, self.directory, aim, held)
                 # Other nodes may hold parts of the step.
                 if memory and len(self._ranks.nodes()) > 1:
                     self._start()
-                # before a target is written to, so that storage can be used if a checksum is wrong
+                # Checked before targets are written to, so that storage can replace damaged memory.
                 kept = check_memory(self._ranks, memory, refuse, holds) if memory else None
                 pull = Puller(self._writers.addresses, self._writers.secret)
                 try:
@@ -561,7 +561,7 @@ class TensorCheckpointer:
                 self._note = slots.note
                 return slots.lasting
 
-            # on all ranks or none, as otherwise each save would wait for a rank without slots
+            # All ranks get slots or none: each save would wait for a rank without slots.
             lasting = self._ranks.together(allocate)
         # a step in memory is complete only with the parts of all nodes
         self.memory_lasts = self._writers.has_token and all(lasting)
@@ -571,7 +571,7 @@ class TensorCheckpointer:
         return plan, stagings[0]
 
     def _start(self) -> None:
-        # once; further calls do nothing
+        """Start the writers unless they are started. Called on all ranks."""
         self._writers.start(str(self.directory), self._token)
 
     def _token(self) -> str:
@@ -595,7 +595,7 @@ class TensorCheckpointer:
     def _copied(
         self, key: msg.Key, progress: msg.Position | Exception, numbers: NumberSummary | None = None
     ) -> None:
-        # called in the copying thread
+        """Report the progress of a copy. Called in the copying thread."""
         if numbers and numbers.bad:
             self.not_finite = not_finite(numbers.bad)
         with suppress(WriterGoneError):  # the next request reports the loss of the writer

@@ -108,7 +108,7 @@ def read_together(
         # later crash leaves it.
         load.remove_window()
     ranks.together(load.read)
-    if load.has_checksums:  # otherwise save this collective, as the whole job waits for the load
+    if load.has_checksums:  # otherwise no rank waits for a collective without a purpose
         ranks.together(load.check)
 
 

@@ -235,7 +235,7 @@ def load_memory(ranks: RankGroup, memory: MemoryStep, pull: Pull, kept: Mapping[
         read = unguarded(*memory.goal.targets)
         specs = {name: spec for name, spec in specs.items() if name in read}
         targets = {name: target for name, target in targets.items() if name in read}
-    # A rank that reads only buffers is alone, as the other ranks of its node read more.
+    # A rank that reads only buffers counts as a node, as the other ranks of its node read more.
     nodes = [tuple(rank for rank in node if not kept[rank]) for node in ranks.nodes()]
     nodes += [(rank,) for rank, keeps in kept.items() if keeps]
     files = CheckpointFiles(

@@ -215,7 +215,7 @@ def _open(protocol: str) -> Any:
         return GCSFileSystem(**options)
     files = fsspec.filesystem(protocol, **options)
     if protocol in AZURE:
-        # The first pause would be 15 s: other launches would take the holder of a run for dead.
+        # The first pause would be 15 s, too long for programs that must write at short intervals.
         files.service_client._config.retry_policy.initial_backoff = 1
     return files
 

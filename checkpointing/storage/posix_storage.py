@@ -57,8 +57,8 @@ class NewPosixStep:
         Only the coordinator creates files, so that a single client loads the metadata server."""
         shutil.rmtree(self.tmp, ignore_errors=True)  # a failed attempt of this process may leave it
         posix.make_directory(self.tmp.parent)
-        with posix.lock_file(self.tmp.parent, make=True):  # for readers, who cannot create it
-            pass
+        with posix.lock_file(self.tmp.parent, make=True):
+            pass  # created for readers, who cannot create it
         self.tmp.mkdir(mode=0o700)
         kind = posix.filesystem(self.tmp)
         if kind == "lustre":
@@ -68,9 +68,8 @@ class NewPosixStep:
             (folder / OPTIMIZER.folder).mkdir(mode=self._mode | 0o111)
             for file in files:
                 with posix.opened(folder / file.name, new, self._mode) as descriptor:
-                    if (
-                        kind in posix.PREALLOCATING
-                    ):  # so that a full disk fails here, before any write
+                    # so that a full disk fails here, before any write
+                    if kind in posix.PREALLOCATING:
                         posix.retrying(os.posix_fallocate, descriptor, 0, file.size)
                     os.ftruncate(descriptor, file.size)  # so that writers may write in any order
 
@@ -157,7 +156,7 @@ class PosixWriter:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         os.close(self._descriptor)
-        if isinstance(error, OSError) and error.filename is None:  # as after a write
+        if isinstance(error, OSError) and error.filename is None:  # the error of a write
             error.filename = str(self._path)
 
     def write(self, data: memoryview, offset: int) -> None:
@@ -175,9 +174,8 @@ class PosixWriter:
                 posix.write_at(descriptor, data[whole:], offset + whole)
 
     def _buffered(self) -> None:
-        descriptor = posix.retrying(
-            self._again
-        )  # if this raises, __exit__ closes the old descriptor
+        # if this raises, __exit__ closes the old descriptor
+        descriptor = posix.retrying(self._again)
         os.close(self._descriptor)
         self._descriptor, self._direct = descriptor, False
 
@@ -301,10 +299,8 @@ class PosixStorage:
     def reading_lock(self, path: Path) -> Iterator[None]:
         """Share the lock of a step, see posix.py [Note: readers]."""
         where = path / COMMIT_RECORD
-        with (
-            reading(where),
-            posix.regular(where),
-        ):  # check that the step exists and its owner is trusted
+        # check that the step exists and its owner is trusted
+        with reading(where), posix.regular(where):
             pass
         with posix.lock_file(path.parent, make=False) as lock:
             deadline = time.monotonic() + posix.LOCK_SECONDS
