@@ -128,7 +128,6 @@ class TensorCheckpointer:
         self._saves = SaveTracker(options, self._ranks, self._committed)
         self._writers = WriterClient(self._ranks, options, self._saves, spare or Spare())
         self._request_number = 0
-        """Number of save requests so far."""
         self._known, self._restored = KnownSteps(), LoadOrigin()
         self.memory_lasts = False
         """Whether copies in memory outlive this process, on all ranks. Known after `prepare`."""

@@ -34,7 +34,6 @@ class Checkpointed(WithCheckpointers):
     optimizers: Any
     lightning_module: Any
     _exception: BaseException | None = None
-    """The exception that ended the Trainer."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

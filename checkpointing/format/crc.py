@@ -45,7 +45,6 @@ class BlockSums:
         self._block_bytes = block_bytes
         self._first: dict[str, int] = {}
         self.blocks = 0
-        """Number of blocks in all files."""
         for file in sorted(records):
             self._first[file] = self.blocks
             self.blocks += len(records[file].checksums)

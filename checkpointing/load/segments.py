@@ -35,7 +35,6 @@ class CheckpointFiles:
     """Path of the checkpoint, for messages."""
     open: OpenFile
     tensors: Mapping[str, StoredTensor]
-    """Position of each tensor."""
     records: Mapping[str, FileRecord]
     """File → checksums. A file without an entry is not checked."""
 

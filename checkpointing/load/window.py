@@ -84,7 +84,7 @@ class SharedWindow:
     def meet(self, failed: bool) -> bool:
         """Wait for the other ranks of the node; returns whether any rank of the node failed. Called
         on all of them. Raises RuntimeError if a rank is gone."""
-        # The words go through the first rank, not a collective, as `group` also has ranks of other nodes
+        # by way of the first rank, as a collective would need ranks of other nodes, too
         word = torch.tensor([int(failed)])
         first, *others = self._ranks
         if self.place:

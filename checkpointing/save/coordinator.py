@@ -111,7 +111,7 @@ class Coordinator:
         self._layout = FileLayout()
         self._indexes: dict[str, bytes] = {}
         self._hellos: dict[int, msg.SlotsReport] = {}
-        """Node → its report of slots for a plan, which this node may not know yet."""
+        """Node → its report of slots for a plan. Rank 0's node may not know the plan yet."""
         self._save: _Save | None = None
         self._requests: dict[msg.Key, msg.SaveRequest] = {}
         """Requests without an answer."""

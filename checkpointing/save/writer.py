@@ -71,7 +71,6 @@ class Writer:
         self._addresses: Sequence[msg.Address] = ()
         self._pull = Puller((), setup.secret)
         self._current: SlotFilling | None = None
-        """The running save."""
         self._waiting: set[int] = set()
         """Ranks that wait for slots."""
         self._no_slots: dict[int, str] = {}

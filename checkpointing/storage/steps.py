@@ -228,7 +228,7 @@ def stored_tensors(
         if file not in records:
             raise DamagedCheckpoint(f"{path / index}: names {file}, which was not saved with it")
     headers = {file: read_header(path, file, records[file] if verify else None) for file in files}
-    # Compared both ways, as a tensor that only the index or only a header lists would be lost silently
+    # both ways, as a tensor that only the index or only a header lists would be lost
     for file, header in headers.items():
         for name in header:
             if weight_map.get(name) != file:

@@ -24,12 +24,10 @@ _ANY_SIZE = 1 << 62
 
 
 class SaveDigests(NamedTuple):
-    """The two digests of `SaveOutcome`, 16 hexadecimal digits each."""
+    """Digests of the model's tensors and of the optimizer's, as in `SaveOutcome`."""
 
     weights: str
-    """Digest of the model's tensors."""
     moments: str
-    """Digest of the optimizer's tensors."""
 
 
 def digests_in_memory(
