@@ -288,7 +288,7 @@ def parse_index(data: bytes, file: str) -> dict[str, str]:
         return weight_map
 
 
-def parse_state(data: bytes, step: int, file: str) -> dict[str, Any]:
+def parse_state(data: bytes, file: str, step: int) -> dict[str, Any]:
     """Parse trainer_state.json. Raises DamagedCheckpoint if `data` is not a JSON object, is not of
     `step`, or has counts that are not whole numbers."""
     with _parsing(f"{file}: damaged"):

@@ -136,7 +136,7 @@ def deliver(slab: Slab, data: Tensor, targets: Mapping[str, LocalTarget]) -> Non
             box_view(target.local, there).copy_(box_view(source, within))
 
 
-class SegmentReader:
+class SegmentReader(ExitStack):
     """Reads segments of files in one thread, with its own buffers and open file. A context manager.
 
     Args:
@@ -156,19 +156,13 @@ class SegmentReader:
         *,
         pinned: bool,
     ) -> None:
+        super().__init__()
         self._files, self._targets = files, targets
         self.sums, self._bad = sums, bad
         size = step + _MOST_BUFFERS * ALIGNMENT  # room for a batch, with each segment aligned
         self._arena = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        self._opened = ExitStack()
         self._name: str | None = None
         self._file: StoredFile | None = None
-
-    def __enter__(self) -> "SegmentReader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
 
     @torch.no_grad()
     def read(self, job: ReadJob) -> None:
@@ -180,8 +174,8 @@ class SegmentReader:
 
     def _open(self, name: str) -> StoredFile:
         if self._file is None or name != self._name:
-            self._opened.close()
-            self._file, self._name = self._opened.enter_context(self._files.open(name)), name
+            self.close()
+            self._file, self._name = self.enter_context(self._files.open(name)), name
         return self._file
 
     def _read_batch(self, file: StoredFile, name: str, batch: list[ReadSegment]) -> None:

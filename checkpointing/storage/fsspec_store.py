@@ -9,11 +9,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from functools import partial
 from textwrap import shorten
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 import tenacity
@@ -169,14 +169,11 @@ class FsspecStore:
             ) from error
 
 
-class StreamWriter:
+class StreamWriter(AbstractContextManager["StreamWriter"]):
     """Writes an object from start to end; implements FileWriter."""
 
     def __init__(self, file: Any, path: ObjectPath) -> None:
         self._file, self._path, self._done = file, path, False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._done:

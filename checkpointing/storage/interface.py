@@ -5,7 +5,7 @@ posix_storage.py and object_storage.py implement them; `steps.storage_of` choose
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol
 
 from checkpointing.format.layout import TensorFile
 from checkpointing.storage.place import ObjectPath, P, Place
@@ -33,13 +33,9 @@ class StoredFile(Protocol):
         smaller at the end of the file."""
 
 
-class FileWriter(Protocol):
-    """Writes a tensor file, or a part of it, in one thread. A context manager. Without `finish`,
-    what was written does not count as part of the step."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None: ...
+class FileWriter(AbstractContextManager["FileWriter"], Protocol):
+    """Writes a tensor file, or a part of it, in one thread. Without `finish`, what was written does
+    not count as part of the step."""
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write one block, whose buffer is free again on return. `data` is page-aligned and

@@ -19,10 +19,9 @@ import shutil
 import stat
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from checkpointing.errors import DamagedCheckpoint, StorageError, explain, reading
 from checkpointing.format.layout import COMMIT_RECORD, LATEST, OPTIMIZER, TensorFile, parse_step
@@ -133,7 +132,7 @@ def _inside(tmp: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-class PosixWriter:
+class PosixWriter(AbstractContextManager["PosixWriter"]):
     """Writes a file with O_DIRECT if the filesystem supports it; implements FileWriter. The page
     cache would cost CPU time and memory bandwidth, and the bytes are not read soon."""
 
@@ -150,9 +149,6 @@ class PosixWriter:
                     raise
                 self._descriptor = posix.retrying(os.open, folder / name, flags)
                 self._direct = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         os.close(self._descriptor)

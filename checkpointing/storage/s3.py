@@ -15,10 +15,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from email.utils import parsedate_to_datetime
 from threading import BoundedSemaphore
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import boto3
 import tenacity
@@ -331,16 +331,13 @@ def _runs(buffers: Sequence[memoryview], offset: int) -> Iterator[tuple[int, lis
         yield offset, run
 
 
-class PartWriter:
+class PartWriter(AbstractContextManager["PartWriter"]):
     """Writes an object as a multipart upload, several parts at a time; implements FileWriter."""
 
     def __init__(self, store: S3, path: ObjectPath, token: str, size: int) -> None:
         self._store, self._path, self._token, self._size = store, path, token, size
         self._under_way: set[Future[dict[str, Any]]] = set()
         self._parts: list[dict[str, Any]] = []
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # Parts that are being sent are harmless, as the upload is aborted.

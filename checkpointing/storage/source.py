@@ -63,21 +63,15 @@ def open_source(path: Place) -> Iterator[CheckpointSource]:
         )  # fmt: skip
 
 
-class StoredTensorReader:
+class StoredTensorReader(ExitStack):
     """Reads bytes of tensors through checked blocks. A context manager. It holds one open file and
     one block of this file, so read tensors in the order of files and offsets."""
 
     def __init__(self, path: Place, records: Mapping[str, FileRecord]) -> None:
+        super().__init__()
         self._path, self._records = path, records
-        self._opened = ExitStack()
         self._name: str | None = None
         self._blocks: steps.StoredFileReader | None = None
-
-    def __enter__(self) -> "StoredTensorReader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
 
     def read(self, tensor: StoredTensor, start: int, target: memoryview) -> None:
         """Fill `target` with bytes of a tensor, from its byte `start` on. Raises DamagedCheckpoint
@@ -85,8 +79,8 @@ class StoredTensorReader:
         file = self._path / tensor.file
         with reading(file):
             if self._blocks is None or tensor.file != self._name:
-                self._opened.close()
-                opened = self._opened.enter_context(steps.storage_of(file).open(file))
+                self.close()
+                opened = self.enter_context(steps.storage_of(file).open(file))
                 self._blocks = steps.StoredFileReader(opened, file, self._records.get(tensor.file))
                 self._name = tensor.file
             self._blocks.read(target, tensor.begin + start)

@@ -172,9 +172,7 @@ def read_record(path: Place) -> layout.CommitRecord:
     """Returns the commit record of the step at `path`. Raises DamagedCheckpoint if it is missing,
     malformed, or of another step, and StorageError if it cannot be read."""
     where = path / layout.COMMIT_RECORD
-    with reading(where):
-        data = storage_of(where).read(where, MAX_JSON_BYTES)
-        record = layout.CommitRecord.decode(data, str(where))
+    record = layout.CommitRecord.decode(*_contents(where))
     # a renamed copy of a step may have no step in its name
     if layout.parse_step(path.name) not in (None, record.step):
         raise DamagedCheckpoint(f"{where}: is the record of step {record.step}, not of this one")
@@ -209,10 +207,13 @@ def read_state(path: Place) -> dict[str, Any]:
 def step_state(step: CommittedStep) -> dict[str, Any]:
     """Returns the `state` saved in a step. Raises DamagedCheckpoint or StorageError if the file is
     not a JSON object, is of another step, or cannot be read."""
-    where = step.path / layout.TRAINER_STATE
+    return layout.parse_state(*_contents(step.path / layout.TRAINER_STATE), step.record.step)
+
+
+def _contents(where: Place) -> tuple[bytes, str]:
+    """Returns the bytes of a JSON file, and its path for messages."""
     with reading(where):
-        data = storage_of(where).read(where, MAX_JSON_BYTES)
-    return layout.parse_state(data, step.record.step, str(where))
+        return storage_of(where).read(where, MAX_JSON_BYTES), str(where)
 
 
 def stored_tensors(
@@ -222,7 +223,7 @@ def stored_tensors(
     Raises DamagedCheckpoint if a header is damaged or contradicts the index, or, with `verify`, if
     the blocks that hold the headers have wrong checksums."""
     path, index, records = step.path, section.index, step.record.files
-    weight_map = _weight_map(path, index)
+    weight_map = layout.parse_index(*_contents(path / index))
     files = sorted(set(weight_map.values()))
     for file in files:
         if file not in records:
@@ -264,7 +265,7 @@ def hugging_face_tensors(path: Place) -> dict[str, layout.StoredTensor]:
         raise StorageError(
             f"{path}: holds neither {SINGLE_FILE} nor {layout.MODEL.index}; {_else(path)}"
         )
-    weight_map = _weight_map(path, layout.MODEL.index)
+    weight_map = layout.parse_index(*_contents(path / layout.MODEL.index))
     tensors: dict[str, layout.StoredTensor] = {}
     for file in sorted(set(weight_map.values())):
         for name, tensor in read_header(path, file, None).items():
@@ -303,15 +304,6 @@ def _else(path: Place) -> str:
     if others:
         return f"it has {others[0]}: give the model in safetensors that it was made from"
     return "give a directory of Hugging Face safetensors or a checkpoint of perdure"
-
-
-def _weight_map(path: Place, index: str) -> dict[str, str]:
-    """Returns name of a tensor → file, from an index. Raises DamagedCheckpoint or StorageError if
-    the file is not an index, or cannot be read."""
-    with reading(path / index):
-        return layout.parse_index(
-            storage_of(path).read(path / index, MAX_JSON_BYTES), str(path / index)
-        )
 
 
 def read_header(

@@ -311,7 +311,7 @@ def test_any_header_is_read_or_refused(header):
 def test_any_bytes_are_read_or_refused(data):
     only_our_errors(lambda: CommitRecord.decode(data, "here"))
     only_our_errors(lambda: parse_index(data, "here"))
-    only_our_errors(lambda: parse_state(data, 1, "here"))
+    only_our_errors(lambda: parse_state(data, "here", 1))
     only_our_errors(lambda: parse_header(bytes(8) + data, "f", len(data), "here"))
 
 
