@@ -46,7 +46,6 @@ from checkpointing.storage.steps import list_steps, newest_checkpoint
 from checkpointing.tensor_checkpointer import TensorCheckpointer
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 SaveReport = tuple[int, bytes, tuple[int, bytes], list[list[str]], SampleDigest]

@@ -190,12 +190,8 @@ class TensorCheckpointer:
     def prepare(self, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> str:
         """Plan saves of these tensors, start the writers, and allocate the slots; otherwise the
         first `save` does this, or `load` if the previous run left memory that it must read. Returns
-        a line for the log about the memory used.
-
-        Raises:
-            StorageError: there is not enough memory.
-            ValueError: tensors of some rank cannot be saved; the message says which and why.
-        """
+        a line for the log about the memory used. Raises StorageError if there is not enough memory,
+        and ValueError, which says why, if tensors of some rank cannot be saved."""
         with failing_alike():
             first = self._staging is None and not self._loaded
             self._prepare_after_load = first and self._finds_memory()
@@ -223,6 +219,8 @@ class TensorCheckpointer:
         before: Mapping[str, bytes] | None = None,
     ) -> bool:
         """Begin to save. Returns as soon as the copy has begun; `outcomes` reports the result.
+        Returns False, on all ranks, if the step is not saved, as an earlier save is running or a
+        writer is gone; then `outcomes` has the reason.
 
         Args:
             model: tensors by Hugging Face's names, in module order: plain tensors, equal on all
@@ -240,10 +238,6 @@ class TensorCheckpointer:
             before: path or URL → contents of files and objects to create before the step is
                 committed; those of rank 0 are created. If that fails, the save fails. An object
                 with the same bytes may exist already.
-
-        Returns:
-            False, on all ranks, if the step is not saved: an earlier save is running, or a writer
-            is gone. `outcomes` has the reason.
 
         Raises:
             ValueError: tensors, state or files of some rank cannot be saved; the message says which
@@ -317,12 +311,9 @@ class TensorCheckpointer:
         return self._saves.outcomes(self._writers.link)
 
     def wait(self) -> None:
-        """Wait until no save is running. Each rank calls it by itself.
-
-        Raises:
-            SaveFailed: the last save failed. Raised on all ranks, even if `outcomes` has reported
-                it; earlier checkpoints are untouched.
-        """
+        """Wait until no save is running. Each rank calls it by itself. Raises SaveFailed on all
+        ranks if the last save failed, even if `outcomes` has reported it; earlier checkpoints are
+        untouched."""
         self.wait_staged()
         self._saves.end(self._writers.link)
         self._saves.raise_last()
@@ -344,10 +335,7 @@ class TensorCheckpointer:
 
     def close(self, *, keep_memory: bool = False) -> None:
         """Wait for the running save, and end the writer processes. Each rank calls it by itself.
-
-        Args:
-            keep_memory: leave the last copy in memory, for a restart.
-        """
+        With `keep_memory`, the last copy stays in memory, for a restart."""
         self._close(keep_memory, None)
 
     def _close(self, keep_memory: bool, seconds: float | None) -> None:
@@ -375,7 +363,9 @@ class TensorCheckpointer:
         load that step from storage.
 
         A damaged checkpoint is logged, and the previous one is loaded. The checkpoint must have
-        exactly the targets' tensors; it may be saved by any world size and strategy.
+        exactly the targets' tensors; it may be saved by any world size and strategy. Returns the
+        saved `state`, equal on all ranks; None, with the targets unchanged, if there is no
+        checkpoint.
 
         Args:
             model: targets by name.
@@ -390,10 +380,6 @@ class TensorCheckpointer:
             holds: called on each rank with the saved state; returns whether this rank's targets,
                 except buffers, still have the saved numbers. Then only buffers are read, if the
                 step comes from memory.
-
-        Returns:
-            The saved `state`, equal on all ranks; None if there is no checkpoint, with the targets
-            unchanged.
 
         Raises:
             WrongModel: the newest good checkpoint has other tensors.

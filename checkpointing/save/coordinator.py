@@ -42,7 +42,6 @@ from checkpointing.storage.posix import is_shared
 from checkpointing.storage.steps import storage_of
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 STAGGER_SECONDS = 0.02

@@ -18,7 +18,6 @@ from checkpointing.save.channel import Channel, StrangerError, welcome
 from checkpointing.save.messages import CallerGreeting
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 NICENESS = 10

@@ -36,7 +36,6 @@ from checkpointing.storage.steps import storage_of
 from checkpointing.wire import unpack
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 RECONNECT_SECONDS = 0.25

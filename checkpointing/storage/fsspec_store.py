@@ -25,7 +25,6 @@ from checkpointing.storage.place import ObjectPath
 from checkpointing.storage.posix import is_transient
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 CONNECTIONS = 16

@@ -41,7 +41,6 @@ from checkpointing.storage.interface import ObjectStat, Upload
 from checkpointing.storage.place import ObjectPath
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 CONNECTIONS = 16
