@@ -43,7 +43,7 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 def count(value: Any) -> int:
     """Returns `value` if it is a number of bytes, elements or steps: a whole number from 0 to
-    2^63 - 1. Else raises ValueError, as the next functions do."""
+    2^63 - 1. Raises ValueError otherwise."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     return _checked(value, whole and 0 <= value <= _MAX_COUNT, "a whole number")
 

@@ -258,7 +258,8 @@ class WriterClient:
         self.link = started[0]
 
     def send(self, message: msg.FromRank) -> None:
-        """Send a message, or nothing if no writer was started. Callable from any thread."""
+        """Send a message, or nothing if no writer was started. Callable from any thread. Raises
+        WriterGoneError if the connection is broken."""
         if link := self.link:
             link.send(message)
 
