@@ -167,8 +167,8 @@ class Coordinator:
             case msg.WriteReceipt():
                 self._on_written(message)
             case msg.GrantDropped(key, blocks):
-                failure = msg.NodeSaveFailure(f"its writer process has given up {blocks.file}")
-                self._on_failed(node, key, failure, blocks)
+                dropped = msg.NodeSaveFailure(f"its writer process has given up {blocks.file}")
+                self._on_failed(node, key, dropped, blocks)
             case msg.NodeCannotSave():
                 self._on_failed(node, message.key, message.failure, message.blocks)
             case msg.NodeClosing():

@@ -322,8 +322,8 @@ def _verify_latest(steps: Sequence[Place]) -> list[CheckpointProblem]:
         return [CheckpointProblem(pointer, str(error))]
     if named is None:
         return []
-    there = pointer.with_name(named) / COMMIT_RECORD
-    if parse_step(named) is not None and storage_of(pointer).exists(there):
+    is_step = parse_step(named) is not None
+    if is_step and storage_of(pointer).exists(pointer.with_name(named) / COMMIT_RECORD):
         return []
     return [CheckpointProblem(pointer, f"{pointer}: names {named!r}, which is no checkpoint")]
 

@@ -26,7 +26,7 @@ from checkpointing import (
     newest_checkpoint,
 )
 from checkpointing.save.commit import hold
-from checkpointing.storage import posix_storage
+from checkpointing.storage import posix
 from checkpointing.storage.ownership import owner
 from checkpointing.storage.posix import lock_file
 from checkpointing.storage.posix_storage import PosixStorage
@@ -315,7 +315,7 @@ def test_a_reader_that_comes_too_late_is_told(tmp_path, monkeypatch):
             told.append(str(error).removeprefix(str(path)))
 
     rename, lock = os.rename, fcntl.fcntl
-    monkeypatch.setattr(posix_storage, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(posix, "LOCK_SECONDS", 0.1)
     with monkeypatch.context() as patch:  # retention holds the step: no lock makes it damaged
         patch.setattr(os, "rename", lambda *names: (read(old), rename(*names)))
         prune_read(tmp_path, options(2))
