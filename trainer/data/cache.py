@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,7 @@ from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
 from elastic.node.companion import accompany, until_input_ends
 from trainer.data.prepare.writer import synced
-from trainer.data.shards import CHECKSUM_BLOCK, SPLITS, DataError, read_index
+from trainer.data.shards import CHECKSUM_BLOCK, DataError, entries_of, read_index
 from trainer.recipe.sections import Data
 
 PIECE = 4 * CHECKSUM_BLOCK
@@ -52,17 +51,11 @@ class ShardCopies:
         self._path = home(directory) / folder_name(fingerprint)
         self._folders: dict[Path, LockedFolder] = {}
         self._files: dict[str, int] = {}
-        """File name → open descriptor. The first thread that needs a file opens it; it stays
-        open."""
+        """File name → descriptor, which stays open."""
 
     def read(self, name: str, size: int, target: memoryview, offset: int) -> bool:
         """Fill `target` with the bytes of a shard from `offset` on; return False if there is no
-        complete copy, or it cannot be read.
-
-        Args:
-            name: file name of the shard.
-            size: bytes of the whole file.
-        """
+        complete copy, or it cannot be read. `name`: file name of the shard; `size`: its bytes."""
         descriptor = self._open(name, size)
         try:
             return descriptor is not None and os.preadv(descriptor, [target], offset) == len(target)
@@ -77,13 +70,9 @@ class ShardCopies:
             for folder in self._folders.values():
                 os.unlink(name, dir_fd=folder.lock)
 
-    def close(self) -> None:
-        """Release the lock on the folder, so that other runs may remove it."""
-        while self._folders:
-            self._folders.popitem()[1].close()
-
     def _open(self, name: str, size: int) -> int | None:
-        """Return a descriptor of a complete copy, or None."""
+        """Return a descriptor of a complete copy, or None. Several threads may open a file at once;
+        all then use the first descriptor."""
         if name in self._files:
             return self._files[name]
         folder = self._folders.get(self._path) or hold(self._path, to_read=True)
@@ -115,7 +104,7 @@ def folder_name(fingerprint: str) -> str:
 
 
 def hindrance(directory: str) -> str:
-    """Why a directory cannot hold copies, for messages; "" if it can. Writes nothing."""
+    """Why a directory cannot hold copies; "" if it can. Writes nothing."""
     place = Path(directory).absolute()
     while not place.exists():
         place = place.parent
@@ -142,8 +131,8 @@ def _stranger(path: Path) -> str:
 
 
 def keep_copies(data: Data) -> Callable[[], None]:
-    """Start a companion process of this node that copies the shards of a recipe's data sets; do not
-    wait for it. Return a function to call when this process stops training."""
+    """Start a process on this node that copies the shards of a recipe's data sets; do not wait for
+    it. Return a function to call when this process stops training."""
     urls = [source.path for source in data.sources if "://" in source.path]
     if data.cache is None or not urls:
         return lambda: None
@@ -156,7 +145,7 @@ def keep_copies(data: Data) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class ShardToCopy:
-    """A shard in a store, with its place in the cache."""
+    """A shard in a store, with its folder in the cache."""
 
     source: ObjectPath
     folder: str
@@ -190,13 +179,8 @@ def main(directory: str, size: str, *urls: str) -> None:
 
 
 def copy_all(directory: Path, most: int, urls: Sequence[str], ended: threading.Event) -> str:
-    """Copy the missing shards; return a message for the user, or "".
-
-    Args:
-        directory: `data.cache.directory`.
-        most: largest number of bytes of all copies in the directory.
-        urls: data sets.
-        ended: once set, copying stops early.
+    """Copy the missing shards; return a message for the user, or "". Copying stops early once
+    `ended` is set. `most`: largest number of bytes of all copies in the directory.
 
     Raises:
         BlockingIOError: another process holds the lock.
@@ -249,10 +233,7 @@ def copy_all(directory: Path, most: int, urls: Sequence[str], ended: threading.E
 def _shards(directory: ObjectPath) -> Iterator[ShardToCopy]:
     index = read_index(directory)
     folder, width = folder_name(index["fingerprint"]), np.dtype(index["dtype"]).itemsize
-    entries: list[dict[str, Any]] = [
-        entry for split in SPLITS for entry in index["splits"][split]["shards"]
-    ]
-    for entry in entries:
+    for entry in entries_of(index):
         place = directory / f"{entry['name']}.tokens"
         yield ShardToCopy(place, folder, entry["tokens"] * width, entry["tokens_crc32"])
 
@@ -298,17 +279,21 @@ def _copy(inside: Path, shard: ShardToCopy, ended: threading.Event) -> bool:
 
 
 def _fetch(shard: ShardToCopy, data: memoryview, begin: int) -> None:
-    """Fill `data` with the bytes of a shard from `begin` on. Raises DataError if a checksum is
-    wrong in two downloads."""
+    """Fill `data` with the bytes of a shard from `begin` on, checked."""
     blocks = range(0, len(data), CHECKSUM_BLOCK)
     expected = list(shard.crc32s)[begin // CHECKSUM_BLOCK :][: len(blocks)]
     for _ in range(2):
         store_of(shard.source).read_into(shard.source, [data], begin)
         if [zlib.crc32(data[at : at + CHECKSUM_BLOCK]) for at in blocks] == expected:
             return
-    raise DataError(
-        f"{shard.source}: bytes {begin} to {begin + len(data) - 1} have a wrong checksum, "
-        "downloaded twice; copy the data set again with `perdure data copy`"
+    raise wrong_twice(shard.source, begin, len(data))
+
+
+def wrong_twice(path: ObjectPath, begin: int, size: int) -> DataError:
+    """Return the error of bytes whose checksum was wrong in two downloads."""
+    return DataError(
+        f"{path}: bytes {begin} to {begin + size - 1} have a wrong checksum, downloaded twice; "
+        "copy the data set again with `perdure data copy`"
     )
 
 

@@ -1,12 +1,10 @@
-"""`perdure data copy`: copies a prepared data set, and checks its shards and tokenizer on the way.
-
-They are compared with the checksums in index.json. A data set of an older version gets the
-checksums of small blocks (.crc). index.json is written last: without it the copy is no data set.
-"""
+"""`perdure data copy`: copies a prepared data set, and compares its shards and tokenizer with the
+checksums in index.json. A data set of an older version gets the checksums of small blocks (.crc).
+index.json is written last: without it the copy is no data set."""
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,11 @@ from trainer.data.prepare.writer import atomic, to_json
 from trainer.data.shards import (
     CHECKSUM_BLOCK,
     CRC,
-    SPLITS,
     DataError,
     SmallChecksums,
     blocks_of,
     check_size,
+    entries_of,
     read_index,
     read_small,
     sizes_of,
@@ -41,8 +39,8 @@ def copy_data_set(
     call resumes with the shard that was being copied, but copies data sets of older versions anew.
 
     Args:
-        source: directory or URL of the data set.
-        target: directory or URL of the copy; created if missing.
+        source: directory or URL.
+        target: directory or URL; created if missing.
         say: receives lines of progress.
 
     Raises:
@@ -57,12 +55,12 @@ def copy_data_set(
             raise DataError(
                 f"{target}: holds another data set; choose another target, or remove it first"
             )
-        if all(f"{CRC}_sha256" in shard for shard in _entries(there)):
+        if all(f"{CRC}_sha256" in shard for shard in entries_of(there)):
             say(f"{target}: is up to date")
             return there
     if isinstance(target, Path):
         target.mkdir(parents=True, exist_ok=True)
-    entries = _entries(index)
+    entries = entries_of(index)
     for number, entry in enumerate(entries):
         if not _is_copied(source, target, entry, index):
             _copy_shard(source, target, entry, index)
@@ -73,18 +71,13 @@ def copy_data_set(
             f"{source / TOKENIZER}: is not the tokenizer that this data was prepared with; restore "
             "the file"
         )
-    write(target / TOKENIZER, len(tokenizer), iter([memoryview(tokenizer)]))
+    write(target / TOKENIZER, len(tokenizer), [memoryview(tokenizer)])
     if storage_of(source).exists(source / REJECTS):
         rejects = source / REJECTS
         write(target / REJECTS, storage_of(source).stat(rejects).st_size, blocks_of(rejects))
     content = to_json(index, indent=2)
-    write(target / INDEX, len(content), iter([memoryview(content)]))
+    write(target / INDEX, len(content), [memoryview(content)])
     return index
-
-
-def _entries(index: dict[str, Any]) -> list[dict[str, Any]]:
-    """Entries of the shards of all splits in index.json."""
-    return [entry for split in SPLITS for entry in index["splits"][split]["shards"]]
 
 
 def _is_copied(source: Place, target: Place, entry: dict[str, Any], index: dict[str, Any]) -> bool:
@@ -93,9 +86,8 @@ def _is_copied(source: Place, target: Place, entry: dict[str, Any], index: dict[
     if f"{CRC}_sha256" not in entry:
         return False
     name = f"{entry['name']}.{CRC}"
-    width = np.dtype(index["dtype"]).itemsize
     try:
-        for kind, size in sizes_of(entry, width, index["format"]).items():
+        for kind, size in sizes_of(entry, index).items():
             check_size(target / f"{entry['name']}.{kind}", size)
         return read_small(source / name) == read_small(target / name)
     except (OSError, DataError):
@@ -105,9 +97,8 @@ def _is_copied(source: Place, target: Place, entry: dict[str, Any], index: dict[
 def _copy_shard(source: Place, target: Place, entry: dict[str, Any], index: dict[str, Any]) -> None:
     """Copy the files of a shard, and add the checksums of its .crc file to `entry`, the shard's
     entry in index.json."""
-    dtype = np.dtype(index["dtype"]).newbyteorder("<")
-    sizes = sizes_of(entry, dtype.itemsize, index["format"])
-    checksums = SmallChecksums(dtype, index["eos_id"])
+    sizes = sizes_of(entry, index)
+    checksums = SmallChecksums(np.dtype(index["dtype"]).newbyteorder("<"), index["eos_id"])
 
     def counted(blocks: Iterator[memoryview]) -> Iterator[memoryview]:
         for block in blocks:
@@ -122,11 +113,10 @@ def _copy_shard(source: Place, target: Place, entry: dict[str, Any], index: dict
         write(target / f"{entry['name']}.{kind}", sizes[kind], blocks)
     entry |= checksums.entry
     content = memoryview(checksums.content)
-    write(target / f"{entry['name']}.{CRC}", len(content), iter([content]))
+    write(target / f"{entry['name']}.{CRC}", len(content), [content])
 
 
 def _checked(place: Place, crc32s: list[int]) -> Iterator[memoryview]:
-    """Yield the blocks of a file. Raises DataError if a checksum is wrong."""
     for number, block in enumerate(blocks_of(place)):
         if crc32s[number : number + 1] != [zlib.crc32(block)]:
             raise DataError(
@@ -137,14 +127,9 @@ def _checked(place: Place, crc32s: list[int]) -> Iterator[memoryview]:
         yield block
 
 
-def write(place: Place, size: int, blocks: Iterator[memoryview]) -> None:
-    """Write a file atomically: it appears whole or not at all.
-
-    Args:
-        place: path or URL of the file.
-        size: bytes of the file.
-        blocks: contents in blocks of CHECKSUM_BLOCK bytes; the last may be shorter.
-    """
+def write(place: Place, size: int, blocks: Iterable[memoryview]) -> None:
+    """Write a file of `size` bytes atomically: it appears whole or not at all. `blocks`: contents
+    in blocks of CHECKSUM_BLOCK bytes; the last may be shorter."""
     if not isinstance(place, ObjectPath):
         assert isinstance(place, Path)
         with atomic(place) as file:

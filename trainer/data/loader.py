@@ -1,8 +1,6 @@
-"""Loads batches of tensors by position. The only module that uses torchdata.
-
-torchdata runs the workers, but its saved state is unused, because it repeats or drops samples when
-the number of ranks or workers changes. Our state is one integer, the position.
-"""
+"""Loads batches of tensors by position. torchdata runs the workers, but its saved state is unused,
+because it repeats or drops samples when the number of ranks or workers changes. Our state is one
+integer, the position."""
 
 import hashlib
 import json
@@ -60,7 +58,7 @@ DocumentForm: TypeAlias = Literal["document_ids", "cu_seqlens"]
 class TokenStream:
     """Sequences of `seq_len` tokens from prepared data sets, by position. Shapes: B sequences, T =
     seq_len. trainer.data.packing packs documents into sequences. Every label is the token after its
-    input, or -100 if that token is not trained."""
+    input, or IGNORED_LABEL if that token is not trained."""
 
     def __init__(
         self,
@@ -78,9 +76,8 @@ class TokenStream:
         self._packings, self._order = packings, order
         self.seq_len, self._documents = seq_len, documents
         self.fingerprint = fingerprint
-        """Identity of the stream: data, weights, seq_len and version of the order. The seed is
-        compared separately, so that a message can name what changed. With stages, identity of the
-        first stage."""
+        """Identity of data, weights, seq_len and version of the order; with stages, of the first
+        stage. The seed is not part of it: it is compared alone, so that a message can name it."""
         self.stages = stages
         """(first position, fingerprint) of each stage after the first, from `fingerprints_of`."""
         self.ahead = ahead
@@ -98,7 +95,7 @@ class TokenStream:
         `segments` and `answer_labels`."""
         self.reference: NDArray[np.float32] | None = None
         """For pairs: log-probability of each document, counted over all sources, under the
-        reference model, from which batches get `reference`. None: batches have no `reference`."""
+        reference model. None: batches have no `reference`."""
         self._first_documents = np.cumsum([0, *(packing.documents for packing in packings)])
 
     @classmethod
@@ -213,13 +210,9 @@ class TokenStream:
     @property
     def fullness(self) -> float:
         """Share of tokens that are not padding."""
-        room = self.sequences * self.seq_len
-        padding = sum(
-            packing.sequences * self.seq_len - packing.tokens
-            for packing in self._packings
-            if isinstance(packing, DocumentBins)
-        )
-        return 1 - padding / max(1, room)
+        bins = [packing for packing in self._packings if isinstance(packing, DocumentBins)]
+        padding = sum(one.sequences * self.seq_len - one.tokens for one in bins)
+        return 1 - padding / max(1, self.sequences * self.seq_len)
 
     @property
     def left_out(self) -> int:
@@ -247,8 +240,7 @@ class TokenStream:
         return self.fetch_with_digest(positions)[0]
 
     def fetch_with_digest(self, positions: Sequence[int]) -> tuple[dict[str, Any], tuple[int, int]]:
-        """Read a micro-batch as `fetch` does, with a digest of its samples and one of its tokens;
-        see `AccountedStream`."""
+        """Read a micro-batch as `fetch` does, and its digest; see `AccountedStream`."""
         numbers = np.asarray(positions, dtype=np.int64)
         begun = self.begin(positions)  # starts all requests at once, unless they are under way
         sources, samples = self.locate(numbers)
@@ -376,12 +368,7 @@ _Request: TypeAlias = tuple[tuple[int, ...], list[tuple[int, ...]]]
 
 
 class _BatchDataset(Dataset):
-    """A stream as a torch Dataset that fetches whole micro-batches.
-
-    Args:
-        stream: maps positions to samples.
-        account: whether micro-batches have a digest, as CONSUMED.
-    """
+    """A stream as a torch Dataset that fetches whole micro-batches."""
 
     def __init__(self, stream: Stream, account: bool) -> None:
         self._stream = stream
@@ -401,7 +388,7 @@ class _BatchDataset(Dataset):
         except DataError as error:
             return error
         finally:
-            # After the fetch, because the threads that send these requests would delay it.
+            # After the fetch, because the threads of later requests would slow it down.
             if later:
                 assert isinstance(self._stream, TokenStream)
                 begin, begun = self._stream.begin, self._begun
@@ -420,7 +407,6 @@ def load(
     workers.
 
     Args:
-        stream: maps positions to samples.
         requests: positions of each micro-batch; may be endless.
         workers: processes that read ahead, started at once; 0: read in this process, on demand.
         pin_memory: return page-locked tensors, for asynchronous copies to a GPU.
@@ -437,7 +423,7 @@ def load(
             _BatchDataset(stream, account),
             batch_sampler=_with_later(requests, _begun_ahead(stream, workers), max(1, workers)),
             num_workers=workers,
-            collate_fn=_identity,
+            collate_fn=lambda batch: batch,
             pin_memory=pin_memory,
             prefetch_factor=READ_AHEAD if workers else None,
             # Python's default up to 3.13. Later defaults start a server and pickle everything.
@@ -454,15 +440,12 @@ def _with_later(
 ) -> Generator[_Request, None, None]:
     """Yield each request, with those of the next `ahead` requests that the same worker will get.
     torch assigns requests to the `stride` workers in turn."""
-    window: deque[tuple[int, ...]] = deque()
-    for request in requests:
-        window.append(tuple(request))
-        if len(window) > ahead:
-            yield window[0], [*islice(window, stride, None, stride)]
-            window.popleft()
+    following = map(tuple, requests)
+    window: deque[tuple[int, ...]] = deque(islice(following, ahead + 1))
     while window:
         yield window[0], [*islice(window, stride, None, stride)]
         window.popleft()
+        window.extend(islice(following, 1))
 
 
 def _begun_ahead(stream: Stream, workers: int) -> int:
@@ -473,12 +456,8 @@ def _begun_ahead(stream: Stream, workers: int) -> int:
 
 
 def requests(plan_at: Callable[[int], BatchPlan], dp_rank: int, start: int) -> Iterator[list[int]]:
-    """Yield the positions of each micro-batch of a data-parallel rank, endlessly.
-
-    Args:
-        plan_at: returns the plan of the global batch that begins at a position.
-        start: position at which the first global batch begins.
-    """
+    """Yield the positions of each micro-batch of a data-parallel rank, endlessly. `plan_at` returns
+    the plan of the global batch that begins at a position. `start`: position of the first one."""
     while True:
         plan = plan_at(start)
         for micro_batch in plan.micro_batches(dp_rank, start):
@@ -500,12 +479,9 @@ def _prepare_worker(parent: int, worker: int) -> None:
 
 
 def _reduce(tensor: torch.Tensor) -> Any:
-    """Describe a tensor to the pickler of a worker's queue.
-
-    By default torch passes the file descriptor of shared memory. For each tensor, the reader then
-    exchanges messages with a thread of the worker, which competes with the worker's other threads
-    for the interpreter. For small tensors a copy through the pipe is faster.
-    """
+    """Describe a tensor to the pickler of a worker's queue. Small tensors are copied through the
+    pipe. torch would send a file descriptor of shared memory, which takes longer: for each tensor
+    the reader exchanges messages with a thread of the worker."""
     with suppress(TypeError, RuntimeError):  # numpy does not have every dtype and layout
         if tensor.nbytes <= SENT_BYTES:
             return torch.from_numpy, (tensor.numpy(),)
@@ -527,7 +503,3 @@ def _raise_errors(
         ) from error
     finally:
         del batches  # ends the workers even if a traceback keeps this frame
-
-
-def _identity(batch: dict[str, torch.Tensor] | DataError) -> dict[str, torch.Tensor] | DataError:
-    return batch

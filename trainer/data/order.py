@@ -24,13 +24,8 @@ class MixtureBlocks:
     weight."""
 
     def __init__(self, weights: Sequence[float], seed: int, *key: int) -> None:
-        """Args:
-            weights: relative shares of the sources.
-            key: further integers that change the order.
-
-        Raises:
-            ValueError: as `block_counts`.
-        """
+        """`weights`: relative shares of the sources. `key`: further integers that change the order.
+        Raises ValueError as `block_counts`."""
         self.counts = block_counts(weights, BLOCK)
         """(sources,): positions of each source in a block; may be 0."""
         self._ends = np.cumsum(self.counts)
@@ -85,7 +80,7 @@ class Order:
                     f"source {number} has {size} samples and {count} of {BLOCK} places in a block; "
                     "both must be at least 1: raise its weight, or remove it"
                 )
-        # `MixtureBlocks` has 0 in place of 1 + source in its keys, so no key is used twice.
+        # Keys of `MixtureBlocks` begin with 0, these with 1 + source, so no two are equal.
         self._epoch = lru_cache(maxsize=64)(
             lambda source, epoch: Permutation(self._sizes[source], seed, 1 + source, epoch)
         )
@@ -98,14 +93,8 @@ class Order:
     def locate(
         self, positions: NDArray | Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return (source, epoch, sample) of each position, int64 arrays of shape (N,).
-
-        Args:
-            positions: (N,) integers, not negative.
-
-        Raises:
-            ValueError: `positions` is no such array.
-        """
+        """Return (source, epoch, sample) of each position, int64 arrays of shape (N,). Raises
+        ValueError if `positions` is no (N,) array of non-negative integers."""
         positions = checked_positions(positions)
         sources, turns = self._blocks.turns(positions)
         epochs, samples = np.empty_like(positions), np.empty_like(positions)
@@ -121,8 +110,7 @@ class Order:
 
 
 def checked_positions(positions: NDArray | Sequence[int]) -> NDArray[np.int64]:
-    """Convert positions to an int64 array. Raises ValueError if they are no (N,) array of
-    non-negative integers."""
+    """Convert positions to int64. Raises ValueError as `Order.locate`."""
     positions = np.asarray(positions)
     whole = positions.ndim == 1 and (not positions.size or positions.dtype.kind in "iu")
     if not whole or (positions < 0).any():
@@ -141,11 +129,8 @@ def sample_digest(positions: NDArray, sources: NDArray, samples: NDArray) -> int
 
 def block_counts(weights: Sequence[float], block: int) -> NDArray[np.int64]:
     """Integers that sum to `block`, in proportion to the weights, by largest remainders; ties go to
-    the earlier weight.
-
-    Raises:
-        ValueError: a weight is not positive, or the sum of the weights is not finite.
-    """
+    the earlier weight. Raises ValueError if a weight is not positive, or their sum is not
+    finite."""
     if not (all(weight > 0 for weight in weights) and sum(weights) < math.inf):
         raise ValueError(f"weights {list(weights)} must be positive numbers with a finite sum")
     shares = np.asarray(weights, dtype=np.float64)
@@ -158,12 +143,7 @@ def block_counts(weights: Sequence[float], block: int) -> NDArray[np.int64]:
 
 def random_integers(positions: NDArray, size: int, *key: int) -> NDArray[np.int64]:
     """A random integer in range(size) for each position (N,), a pure function of position and key.
-
-    Args:
-        positions: (N,) int64, not negative.
-        size: at most 2**32; the bias is below size / 2**32.
-        key: any integers; each changes all results.
-    """
+    `size`: at most 2**32; the bias is below size / 2**32."""
     state = 0
     for part in key:
         state = splitmix64(state ^ (part & MASK))

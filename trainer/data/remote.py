@@ -3,7 +3,7 @@
 [Note: ranges] The order of samples touches all shards at once, but it is a function of position. So
 the ranges of the next micro-batches are known, and threads wait for them instead of the training. A
 range consists of whole blocks of 64 KiB, whose checksums are in .crc. A range with a wrong checksum
-is downloaded once more; if one is wrong again, reading fails, so no token is used unchecked. A
+is downloaded once more. If a checksum is still wrong, reading fails: no token is used unchecked. A
 range that takes longer than PATIENCE_SECONDS is requested a second time, and the first response
 counts. While the store refuses or does not answer, a range is retried for DEADLINE_SECONDS.
 """
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from checkpointing.errors import StorageError
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
-from trainer.data.cache import ShardCopies
+from trainer.data.cache import ShardCopies, wrong_twice
 from trainer.data.shards import CHECKSUM_BLOCK, CRC, CRC_BLOCK, DataError, small_checksums
 from trainer.recipe.sections import DataCache
 
@@ -44,17 +44,8 @@ MOST_BYTES = 8 << 20
 def open_shards(
     directory: ObjectPath, index: dict[str, Any], split: str, cache: DataCache | None
 ) -> "list[RemoteShard]":
-    """Open the shards of a split. Makes no request.
-
-    Args:
-        directory: URL of the data set.
-        index: contents of its index.json.
-        split: "train" or "validation".
-        cache: place of local copies.
-
-    Raises:
-        DataError: the index has no checksums of small blocks.
-    """
+    """Open the shards of a split of a data set. Makes no request. Raises DataError if `index`, the
+    contents of index.json, has no checksums of small blocks."""
     dtype = np.dtype(index["dtype"]).newbyteorder("<")
     copies = ShardCopies(cache.directory, index["fingerprint"]) if cache else None
     shards = []
@@ -70,16 +61,9 @@ def open_shards(
 
 
 def read_whole(path: ObjectPath, size: int, crc32s: Sequence[int]) -> memoryview:
-    """Read a whole object in this thread alone, because the caller may still fork.
-
-    Args:
-        path: URL of the object.
-        size: bytes of the object.
-        crc32s: CRC-32 of each 16 MiB block.
-
-    Raises:
-        DataError: the object cannot be read, or a checksum is wrong in two downloads.
-    """
+    """Read a whole object of `size` bytes in this thread alone, because the caller may still fork.
+    `crc32s`: CRC-32 of each 16 MiB block. Raises DataError if the object cannot be read, or a
+    checksum is wrong in two downloads."""
     try:
         return _read_whole(path, size, crc32s)
     except StorageError as error:
@@ -97,7 +81,7 @@ def _read_whole(path: ObjectPath, size: int, crc32s: Sequence[int]) -> memoryvie
             if [zlib.crc32(block)] == list(crc32s[number : number + 1]):
                 break
         else:
-            raise _wrong_twice(path, begin, len(block))
+            raise wrong_twice(path, begin, len(block))
     return data
 
 
@@ -107,13 +91,8 @@ class RangeRead:
     def __init__(
         self, path: ObjectPath, begin: int, size: int, fetch: Callable[[], bytearray]
     ) -> None:
-        """
-        Args:
-            path: URL of the object.
-            begin: offset of the first byte.
-            size: number of bytes.
-            fetch: returns the bytes; called in another thread.
-        """
+        """Start to read bytes [begin, begin + size) of an object. `fetch`: returns these bytes;
+        called in another thread."""
         self.begin = begin
         self._what = f"{path}: bytes {begin} to {begin + size - 1}"
         self._fetch = fetch
@@ -158,13 +137,8 @@ class RemoteShard:
         dtype: np.dtype,
         copies: ShardCopies | None,
     ) -> None:
-        """
-        Args:
-            directory: URL of the data set.
-            entry: the shard's entry in index.json.
-            dtype: dtype of its tokens.
-            copies: local copies; None: always read from the store.
-        """
+        """Open the shard of `entry`, its entry in index.json. `copies`: local copies; None: always
+        read from the store."""
         self._path = directory / f"{entry['name']}.tokens"
         self._crc_path = directory / f"{entry['name']}.{CRC}"
         self._dtype, self._size = dtype, entry["tokens"] * dtype.itemsize
@@ -229,7 +203,7 @@ class RemoteShard:
                 return data
             logger.warning("%s: wrong checksum at byte %d", self._path, offset)
         at = offset + int(wrong[0]) * CRC_BLOCK
-        raise _wrong_twice(self._path, at, min(CRC_BLOCK, self._size - at))
+        raise wrong_twice(self._path, at, min(CRC_BLOCK, self._size - at))
 
     def _checksums(self) -> NDArray[np.uint32]:
         with self._lock:
@@ -241,23 +215,12 @@ class RemoteShard:
 
 
 def _fetch(path: ObjectPath, target: memoryview, offset: int) -> None:
-    """Fill `target` with the bytes of an object from `offset` on.
-
-    Raises:
-        StorageError: the store does not answer, or denies access.
-        DataError: the object is missing.
-    """
+    """Fill `target` with the bytes of an object from `offset` on. Raises StorageError if the store
+    does not answer or denies access, DataError if the object is missing."""
     try:
         store_of(path).read_into(path, [target], offset)
     except FileNotFoundError as error:
         raise DataError(f"{path}: is missing; copy the data set again") from error
-
-
-def _wrong_twice(path: ObjectPath, begin: int, size: int) -> DataError:
-    return DataError(
-        f"{path}: bytes {begin} to {begin + size - 1} have a wrong checksum, downloaded twice; "
-        "copy the data set again with `perdure data copy`"
-    )
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:

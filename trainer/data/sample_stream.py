@@ -29,14 +29,12 @@ class SampleStream:
     def __init__(
         self, name: str, dataset: Any, collate: Collate | None, *, seed: int, shuffle: bool
     ) -> None:
-        """Args:
+        """Raises DataError if `dataset` or `collate` cannot be used.
+
+        Args:
             name: name of the data set in messages, after "data.factory: ".
-            dataset: has at least one sample.
             collate: items → batch; None: `stack`.
             shuffle: True: endless random order by seed; False: the data set's order, once.
-
-        Raises:
-            DataError: `dataset` or `collate` cannot be used.
         """
         self._name, name = name, f"data.factory: {name}"
         if collate is not None and not callable(collate):
@@ -235,7 +233,6 @@ def _stacked(name: str, values: Sequence[Any]) -> torch.Tensor:
 
 
 def _some(values: Iterable[Any]) -> str:
-    """Text of the first four values."""
     first = list(map(str, islice(values, 5)))
     return ", ".join([*first[:4], *(["…"] if len(first) > 4 else [])])
 

@@ -1,6 +1,7 @@
 """Prepared data sets: token shards, document ends, and the index.json that lists them. numpy only.
 
-A data set is in a directory, or in an object store, where remote.py reads the shards.
+A data set is in a directory, or in an object store, where remote.py reads the shards. All functions
+raise StorageError if the store does not answer, or denies access.
 
 [Note: prepared data set]
 ```
@@ -21,7 +22,6 @@ chats and pairs of answers have format 2. In a data set of pairs, documents 2k a
 chosen and the rejected answer of pair k.
 """
 
-import errno
 import hashlib
 import json
 import mmap
@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from tenacity import retry, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from checkpointing.errors import StorageError
 from checkpointing.format.untrusted import (
@@ -48,7 +47,7 @@ from checkpointing.format.untrusted import (
     read_object,
 )
 from checkpointing.storage.place import ObjectPath, Place, local, location
-from checkpointing.storage.posix import filesystem, is_shared
+from checkpointing.storage.posix import filesystem, is_shared, read_at
 from checkpointing.storage.steps import storage_of
 
 if TYPE_CHECKING:
@@ -68,35 +67,17 @@ SPLITS = ("train", "validation")
 CHECKSUM_BLOCK = 16 << 20
 _ENDS = CHECKSUM_BLOCK // 8
 _CHECKED_AT_START = 4 * _ENDS
+_CURE = "copy the file again, or prepare the data again"
 Reader = Literal["auto", "mmap", "pread", "ram"]
-
-_TRANSIENT = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
 
 
 class DataError(ValueError):
     """Training data, or an option of their preparation, cannot be used; the message says where."""
 
 
-def _is_transient(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in _TRANSIENT
-
-
-_patient = retry(
-    retry=retry_if_exception(_is_transient),
-    wait=wait_random_exponential(0.1, max=10),
-    stop=stop_after_attempt(6),
-    reraise=True,
-)
-"""Decorator: retries for up to half a minute after an error from which storage may recover."""
-
-
 def read_index(directory: str | Place) -> dict[str, Any]:
-    """Read index.json of a prepared data set.
-
-    Raises:
-        DataError: the file is missing, malformed, or has an unknown format.
-        StorageError: the store does not answer, or denies access.
-    """
+    """Read index.json of a prepared data set. Raises DataError if the file is missing, malformed,
+    or has an unknown format."""
     path = location(directory) / "index.json"
     way_out = f"remove {directory} and prepare the data again"
     if isinstance(path, ObjectPath):
@@ -142,19 +123,20 @@ def read_index(directory: str | Place) -> dict[str, Any]:
 
 def is_prepared(directory: str | Place) -> bool:
     """Whether a directory or URL has a prepared data set. Raises StorageError if the bucket does
-    not exist, or the store does not answer or denies access."""
+    not exist."""
     path = location(directory) / "index.json"
     return storage_of(path).exists(path)
 
 
-def read_small(path: Place, most: int = MAX_JSON_BYTES) -> bytes:
-    """Read a whole small file of a data set.
+def read_small(path: Place) -> bytes:
+    """Read a file of at most MAX_JSON_BYTES bytes. Raises OSError if it cannot be read or is
+    larger."""
+    return storage_of(path).read(path, MAX_JSON_BYTES)
 
-    Raises:
-        OSError: the file cannot be read, or is larger than `most` bytes.
-        StorageError: the store does not answer, or denies access.
-    """
-    return storage_of(path).read(path, most)
+
+def entries_of(index: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries of all shards in index.json, in the order of SPLITS."""
+    return [entry for split in SPLITS for entry in index["splits"][split]["shards"]]
 
 
 def _dtype(value: Any) -> None:
@@ -183,9 +165,7 @@ _INDEX = {
     "splits": {split: {**_COUNTS, "shards": [_SHARD]} for split in SPLITS},
 }
 """Keys of index.json → checks of their values."""
-_SHARD_OF_CHATS = {
-    **{**_SHARD, "trained": count, "trained_sha256": a_text, "trained_crc32": [count]}
-}
+_SHARD_OF_CHATS = _SHARD | {"trained": count, "trained_sha256": a_text, "trained_crc32": [count]}
 _COUNTS_OF_CHATS = {**_COUNTS, "trained": count, "shards": [_SHARD_OF_CHATS]}
 _INDEX_OF_CHATS = {
     **{**_INDEX, "kind": _kind, "chats": {"template": a_text}},
@@ -199,7 +179,8 @@ _ABOUT = {
 
 
 def _check(value: Any, kind: Any, where: str = "") -> None:
-    """Raise ValueError, with the key, for a value that fails the check `kind`."""
+    """Raise ValueError, with the key, for a value that fails a check. `kind`: a function that
+    raises ValueError; {key: kind} for a mapping; [kind] for a list."""
     inside: list[tuple[Any, Any, Any]] = []
     try:
         if isinstance(kind, dict):
@@ -247,13 +228,12 @@ class TokenDataset:
         Args:
             directory: path, or URL in an object store.
             split: "train" or "validation".
-            reader: mmap; pread (one read per window); ram (the whole split in memory); or auto:
-                pread on network filesystems, else mmap. Not used for object stores.
+            reader: mmap; pread (one read per window); ram (the whole split in memory); or auto (see
+                `detect_reader`). Not used for object stores.
             cache: place of local copies of shards in an object store.
 
         Raises:
             DataError: names the file that is missing, truncated or too long.
-            StorageError: the store does not answer, or denies access.
         """
         self._arguments = (directory, split, reader, cache)
         self._directory = directory = location(directory)
@@ -273,7 +253,12 @@ class TokenDataset:
         self._inputs = _inputs_of(index, split)
         self._ends: dict[int, NDArray] = {}
         self._bits: dict[int, NDArray[np.uint8]] = {}
-        check_sizes(directory, files_of(index, split))
+        sizes = {
+            f"{shard['name']}.{kind}": size
+            for shard in self._entries
+            for kind, size in sizes_of(shard, index).items()
+        }
+        check_sizes(directory, sizes)
         starts, documents = [0], [0]
         for shard in self._entries:
             starts.append(starts[-1] + shard["tokens"])
@@ -282,9 +267,13 @@ class TokenDataset:
         self.tokens, self.documents = starts[-1], documents[-1]
         self.trained = index["splits"][split]["trained"] if self.masked else self.tokens
         """Number of tokens that are labels."""
-        self.by_eos = self.remote and not self.masked and _end_in_eos(self._entries)
-        """Whether the eos tokens alone determine where documents end. Then the .ends files,
-        gigabytes in a large data set, are not downloaded."""
+        self.by_eos = (
+            self.remote
+            and not self.masked
+            and all(shard.get("eos") == shard["documents"] for shard in self._entries)
+        )
+        """Whether eos tokens occur only at ends of documents. Then the .ends files of a data set in
+        a store, which may take gigabytes, are not downloaded."""
         self._shards: list[Callable[[int, int], NDArray]] = []
         self._remote: list[RemoteShard] = []
         if isinstance(directory, ObjectPath):
@@ -301,7 +290,6 @@ class TokenDataset:
         return TokenDataset, self._arguments  # a worker process opens the files itself
 
     def _path(self, shard: int, kind: str) -> Any:
-        """Path of a shard's file with the extension `kind`."""
         return self._directory / f"{self._entries[shard]['name']}.{kind}"
 
     def begin(self, windows: Iterable[tuple[int, int]]) -> "list[RangeRead]":
@@ -345,9 +333,8 @@ class TokenDataset:
 
     def check_ends(self) -> None:
         """Check document ends and trained tokens of the first shards, up to _CHECKED_AT_START
-        documents. Later shards are checked on first use: checking a billion documents would take
-        seconds. Ends that eos tokens determine need no check. A DataError names the damaged
-        file."""
+        documents. Later shards are checked on first use, because checking a billion documents would
+        take seconds. A DataError names the damaged file."""
         if self.by_eos:
             return
         for shard, documents in enumerate(self._documents[1:]):
@@ -357,15 +344,9 @@ class TokenDataset:
                     self._bits_of(shard)
 
     def documents_in(self, start: int, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Number of the document of each of `tokens`, counted from that of the first token.
-
-        Args:
-            start: index of the first of these tokens in the split.
-            tokens: consecutive tokens.
-
-        Raises:
-            DataError: names the damaged .ends file.
-        """
+        """Return (index of its document) - (index of the first token's document) for each of
+        `tokens`, which are consecutive. `start`: index of the first token in the split. A DataError
+        names the damaged .ends file."""
         if not self.by_eos:
             numbers = self.document_ids(start, len(tokens))
             return numbers - numbers[0]
@@ -419,14 +400,17 @@ class TokenDataset:
     def _ends_of(self, shard: int) -> NDArray:
         """Ends of the documents of a shard, uint64."""
         if shard not in self._ends:
-            # Checked, because a search in unsorted ends would silently give wrong attention masks.
             self._ends[shard] = _open_ends(self._path(shard, "ends"), self._entries[shard])
         return self._ends[shard]
 
     def _bits_of(self, shard: int) -> NDArray[np.uint8]:
         """Packed bits of a shard's tokens: 1 if trained."""
         if shard not in self._bits:
-            self._bits[shard] = _open_bits(self._path(shard, "trained"), self._entries[shard])
+            path, entry = self._path(shard, "trained"), self._entries[shard]
+            size = -(-entry["tokens"] // 8)
+            self._bits[shard] = _open_numbers(
+                path, "u1", size, entry["trained_crc32"], "trained tokens"
+            )
         return self._bits[shard]
 
     def _pieces(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
@@ -438,34 +422,14 @@ class TokenDataset:
             start, length, shard = start + size, length - size, shard + 1
 
 
-def _end_in_eos(shards: Iterable[dict[str, Any]]) -> bool:
-    """Whether the end-of-document token occurs only at ends of documents."""
-    return all(shard.get("eos") == shard["documents"] for shard in shards)
-
-
-def sizes_of(shard: dict[str, Any], width: int, form: int) -> dict[str, int]:
-    """Extension → bytes of each file of a shard.
-
-    Args:
-        shard: the shard's entry in index.json.
-        width: bytes of a token.
-        form: format of the data set.
-    """
+def sizes_of(shard: dict[str, Any], index: dict[str, Any]) -> dict[str, int]:
+    """Extension → bytes of each file of a shard. `shard`: the shard's entry in `index`."""
     tokens, documents = shard["tokens"], shard["documents"]
+    width = np.dtype(index["dtype"]).itemsize
     sizes = {"tokens": tokens * width, "ends": documents * 8, "trained": -(-tokens // 8)}
     sizes |= {RECORDS: documents * 4, CRC: -(-tokens * width // CRC_BLOCK) * 4}
     known = [kind for kind in (RECORDS, CRC) if f"{kind}_sha256" in shard]
-    return {kind: sizes[kind] for kind in (*KINDS[form], *known)}
-
-
-def files_of(index: dict[str, Any], split: str) -> dict[str, int]:
-    """File name → bytes, for all files of a split's shards, in the order of the index."""
-    width = np.dtype(index["dtype"]).itemsize
-    return {
-        f"{shard['name']}.{kind}": size
-        for shard in index["splits"][split]["shards"]
-        for kind, size in sizes_of(shard, width, index["format"]).items()
-    }
+    return {kind: sizes[kind] for kind in (*KINDS[index["format"]], *known)}
 
 
 def _inputs_of(index: dict[str, Any], split: str) -> list[tuple[int, str]]:
@@ -510,10 +474,7 @@ def check_size(path: Place, expected: int) -> None:
 def _compare_sizes(path: Place, found: int, expected: int) -> None:
     if found != expected:
         what = "truncated" if found < expected else "too long"
-        raise DataError(
-            f"{path}: {what}: {found} bytes instead of {expected}; copy the file again, or prepare "
-            "the data again"
-        )
+        raise DataError(f"{path}: {what}: {found} bytes instead of {expected}; {_CURE}")
 
 
 def detect_reader(directory: Path) -> Literal["mmap", "pread"]:
@@ -540,9 +501,11 @@ def _open_shard(path: Path, dtype: np.dtype, mode: str) -> Callable[[int, int], 
     return lambda start, length: whole[start : start + length]
 
 
-def _numbers(path: Place, dtype: str, count: int, crc32s: list[int]) -> NDArray:
-    """All numbers of a shard's file, mapped into memory or downloaded from a store. Raises
-    DataError if the file cannot be read, or a checksum is wrong in a download."""
+def _open_numbers(
+    path: Place, dtype: str, count: int, crc32s: list[int], contents: str
+) -> NDArray[Any]:
+    """Map all numbers of a shard's file into memory, or download them. `contents`: what they are,
+    for messages. Raises DataError if the file cannot be read, or a checksum is wrong."""
     if not count:
         return np.empty(0, dtype)
     if isinstance(path, ObjectPath):
@@ -550,80 +513,50 @@ def _numbers(path: Place, dtype: str, count: int, crc32s: list[int]) -> NDArray:
 
         return np.frombuffer(read_whole(path, count * np.dtype(dtype).itemsize, crc32s), dtype)
     try:
-        return np.memmap(str(path), dtype, "r")
+        numbers = np.memmap(str(path), dtype, "r")
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}; copy the file again") from error
+    content = numbers.view(np.uint8)
+    starts = range(0, len(content), CHECKSUM_BLOCK)
+    if [zlib.crc32(content[at : at + CHECKSUM_BLOCK].data) for at in starts] != crc32s:
+        raise _damaged(path, contents)
+    return numbers
 
 
 def _open_ends(path: Place, shard: dict[str, Any]) -> NDArray:
-    """Map the .ends file of a shard into memory, and check it.
-
-    Args:
-        path: the .ends file.
-        shard: the shard's entry in index.json.
-
-    Raises:
-        DataError: its checksum is wrong, or its numbers do not ascend to the end of the shard.
-    """
-    ends = _numbers(path, "<u8", shard["documents"], shard["ends_crc32"])
+    """Open the .ends file of a shard. Raises DataError if its checksum is wrong, or its numbers do
+    not ascend to the end of the shard: a search in them would give wrong attention masks."""
+    contents, last = "ends of documents", 0
+    ends = _open_numbers(path, "<u8", shard["documents"], shard["ends_crc32"], contents)
     # in blocks, so that comparisons allocate little memory
-    blocks = [ends[start : start + _ENDS] for start in range(0, len(ends), _ENDS)]
-    wrong = [zlib.crc32(block.data) for block in blocks] != shard["ends_crc32"]
-    last = 0
-    for block in blocks:
-        wrong = wrong or int(block[0]) <= last or bool((block[1:] <= block[:-1]).any())
+    for start in range(0, len(ends), _ENDS):
+        block = ends[start : start + _ENDS]
+        if int(block[0]) <= last or (block[1:] <= block[:-1]).any():
+            raise _damaged(path, contents)
         last = int(block[-1])
-    if wrong or last != shard["tokens"]:
-        raise DataError(
-            f"{path}: damaged: its ends of documents have changed; copy the "
-            "file again, or prepare the data again"
-        )
+    if last != shard["tokens"]:
+        raise _damaged(path, contents)
     return ends
 
 
-def _open_bits(path: Place, shard: dict[str, Any]) -> NDArray[np.uint8]:
-    """Map the .trained file of a shard into memory, and check it.
-
-    Args:
-        path: the .trained file.
-        shard: the shard's entry in index.json.
-
-    Raises:
-        DataError: its checksum is wrong.
-    """
-    bits = _numbers(path, "u1", -(-shard["tokens"] // 8), shard["trained_crc32"])
-    starts = range(0, len(bits), CHECKSUM_BLOCK)
-    found = [zlib.crc32(bits[start : start + CHECKSUM_BLOCK].data) for start in starts]
-    if found != shard["trained_crc32"]:
-        raise DataError(
-            f"{path}: damaged: its trained tokens have changed; copy the file again, or "
-            "prepare the data again"
-        )
-    return bits
+def _damaged(path: Place, contents: str) -> DataError:
+    return DataError(f"{path}: damaged: its {contents} have changed; {_CURE}")
 
 
 def _read(path: Path, descriptor: int, dtype: np.dtype, start: int, length: int) -> NDArray:
     tokens = np.empty(length, dtype=dtype)
-    # as bytes, because a short read may end inside a token
-    left, offset = tokens.view(np.uint8).data, start * dtype.itemsize
-    while left:  # reads may be short
-        try:
-            count = _preadv(descriptor, [left], offset)
-        except OSError as error:
-            raise DataError(
-                f"{path}: cannot be read at byte {offset}: {error.strerror}; check the storage"
-            ) from error
-        if not count:
-            raise DataError(
-                f"{path}: truncated while in use, at byte {offset}; restore it and start again"
-            )
-        left, offset = left[count:], offset + count
+    target, offset = tokens.view(np.uint8).data, start * dtype.itemsize
+    try:
+        count = read_at(descriptor, target, offset)
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read at byte {offset}: {error.strerror}; check the storage"
+        ) from error
+    if count < len(target):
+        raise DataError(
+            f"{path}: truncated while in use, at byte {offset + count}; restore it and start again"
+        )
     return tokens
-
-
-@_patient
-def _preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-    return os.preadv(descriptor, buffers, offset)
 
 
 def checksums(path: Place) -> tuple[str, list[int]]:
@@ -666,30 +599,31 @@ class SmallChecksums:
 
 def verify(directory: str | Place) -> list[str]:
     """Read and check all shards and the tokenizer; return a line per problem, with file and block.
-
-    Raises:
-        DataError: index.json itself is missing or damaged.
-        StorageError: the store does not answer, or denies access.
-    """
+    Raises DataError if index.json itself is missing or damaged."""
     directory = location(directory)
     index = read_index(directory)
     problems = []
-    for split in SPLITS:
-        for shard in index["splits"][split]["shards"]:
-            width = np.dtype(index["dtype"]).itemsize
-            for kind, size in sizes_of(shard, width, index["format"]).items():
-                path = directory / f"{shard['name']}.{kind}"
-                try:
-                    check_size(path, size)
-                    digest, blocks = checksums(path)
-                except DataError as error:
-                    problems.append(str(error))
-                    continue
-                except OSError as error:
-                    problems.append(f"{path}: cannot be read: {error.strerror}")
-                    continue
-                if digest != shard[f"{kind}_sha256"]:
-                    problems += _damaged_blocks(path, blocks, shard[f"{kind}_crc32"])
+    for shard in entries_of(index):
+        for kind, size in sizes_of(shard, index).items():
+            path = directory / f"{shard['name']}.{kind}"
+            try:
+                check_size(path, size)
+                digest, blocks = checksums(path)
+            except DataError as error:
+                problems.append(str(error))
+                continue
+            except OSError as error:
+                problems.append(f"{path}: cannot be read: {error.strerror}")
+                continue
+            if digest == shard[f"{kind}_sha256"]:
+                continue
+            expected = shard[f"{kind}_crc32"]
+            problems += [
+                f"{path}: wrong checksum in the {CHECKSUM_BLOCK >> 20} MiB from byte "
+                f"{number * CHECKSUM_BLOCK} on; {_CURE}"
+                for number, (have, want) in enumerate(zip_longest(blocks, expected))
+                if have != want
+            ]
     tokenizer = directory / "tokenizer.json"
     if not storage_of(tokenizer).exists(tokenizer):
         problems.append(f"{tokenizer}: missing; restore it or prepare the data again")
@@ -700,18 +634,9 @@ def verify(directory: str | Place) -> list[str]:
     return problems
 
 
-def _damaged_blocks(path: Place, found: list[int], expected: list[int]) -> list[str]:
-    return [
-        f"{path}: wrong checksum in the {CHECKSUM_BLOCK >> 20} MiB from byte "
-        f"{number * CHECKSUM_BLOCK} on; copy the file again, or prepare the data again"
-        for number, (have, want) in enumerate(zip_longest(found, expected))
-        if have != want
-    ]
-
-
 def blocks_of(path: Place) -> Iterator[memoryview]:
     """Yield the bytes of a file, 16 MiB at a time; each block is valid until the next. Raises
-    OSError or StorageError if the file cannot be read."""
+    OSError if the file cannot be read."""
     with storage_of(path).open(path) as file:
         buffer = memoryview(bytearray(min(file.size, CHECKSUM_BLOCK)))
         for offset in range(0, file.size, CHECKSUM_BLOCK):

@@ -49,12 +49,8 @@ class StagedOrder:
     one, whichever mixtures it is in."""
 
     def __init__(self, mixtures: Sequence[Mixture], seed: int) -> None:
-        """Args:
-            mixtures: in ascending order; the first begins at 0.
-
-        Raises:
-            ValueError: the table contradicts itself.
-        """
+        """`mixtures`: in ascending order; the first begins at 0. Raises ValueError if a mixture
+        contradicts an earlier one."""
         self._mixtures, self._seed = list(mixtures), seed
         self._sources: dict[int, _SourceState] = {}
         self._parts: list[_MixtureTurns] = []
@@ -144,13 +140,8 @@ class DataSetOrder:
     set may extend an earlier one: both are then one source."""
 
     def __init__(self, rows: "Sequence[StageRow]", sizes: Sequence[int], seed: int) -> None:
-        """Args:
-            rows: stages of a recipe.
-            sizes: number of samples in each data set.
-
-        Raises:
-            ValueError: the weight of a data set is too small.
-        """
+        """`rows`: stages of a recipe. `sizes`: number of samples in each data set. Raises
+        ValueError if the weight of a data set is too small."""
         parts: dict[int, list[int]] = {}
         mixtures = []
         for row in rows:
@@ -186,13 +177,8 @@ def fingerprints_of(
     rows: "Sequence[StageRow]", first: str, contents: Sequence[Sequence[object]]
 ) -> list[tuple[int, str]]:
     """Return (first position, fingerprint) of each stage after the first. A fingerprint covers all
-    stages up to its own, but no later ones, so that the table may grow.
-
-    Args:
-        rows: stages of a recipe.
-        first: fingerprint of the first stage.
-        contents: identity of each data set.
-    """
+    stages up to its own, but no later ones, so that the table may grow. `first`: fingerprint of the
+    first stage; `contents`: identity of each data set."""
     found, last = list[tuple[int, str]](), first
     for row in rows[1:]:
         joins = [[new, source, *contents[new]] for new, source in sorted(row.joins.items())]
@@ -213,7 +199,7 @@ class _Era:
     epoch: int = 0
     """Epoch in progress when the era begins."""
     old: int = 0
-    """Samples of the previous era that remain in that epoch."""
+    """Samples of the previous era that remain in `epoch`."""
     rest: int = 0
     """Turns until the next epoch begins: `old` plus all new samples; 0: an epoch begins with the
     era."""
@@ -237,15 +223,13 @@ class _SourceState:
     carry: NDArray[np.int64] = field(default_factory=lambda: NO_TURNS)
 
     def grow(self, source: int, size: int) -> None:
-        """Give the source `size` samples from turn `base` on. `source`: its index, for the message.
-        Raises ValueError if the source does not get more samples than before."""
+        """Give source number `source` a size of `size` samples from turn `base` on."""
         era = self.eras[-1] if self.eras else _Era()
         if size <= era.size:
             raise ValueError(
-                f"source {source} has {size} samples, after {era.size} before; a source may only "
-                "grow"
+                f"source {source} has {size} samples, after {era.size} before; a source must grow"
             )
-        if self.base == era.begin:  # no turn of that era is assigned yet
+        if self.base == era.begin:  # no turn of the last era is assigned yet
             rest = era.rest + (size - era.size if era.rest else 0)
             self.eras[-1:] = [_Era(era.begin, size, era.epoch, era.old, rest)]
             return
@@ -265,7 +249,7 @@ class _MixtureTurns:
         self.begin, self.sources = mixture.begin, np.array(sorted(mixture.weights), np.int64)
         if not len(self.sources):
             raise ValueError(f"mixture {number} has no source")
-        key = (number,) if number else ()  # none for the first, which is ordered as in version 1
+        key = (number,) if number else ()  # the first mixture is ordered as in order version 1
         self._blocks = MixtureBlocks(
             [mixture.weights[source] for source in self.sources], seed, *key
         )

@@ -13,7 +13,7 @@ from elastic.node.files import read_bytes
 from trainer.data.shards import DataError
 
 END_OF_TEXT = "<|endoftext|>"
-# End-of-document tokens of well-known tokenizers; those of pre-training before those of chats.
+# End-of-document tokens of well-known tokenizers. Tokens of pre-training precede tokens of chats.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
 
 
@@ -66,12 +66,8 @@ def tokenizer_file(path: str | Path) -> Path:
 
 def read_tokenizer(file: str | Place) -> Tokenizer:
     """Read a Hugging Face tokenizer.json. Truncation, padding and BPE dropout, which would make the
-    tokens of a text random, are turned off.
-
-    Raises:
-        DataError: it cannot be read.
-        StorageError: the store does not answer, or denies access.
-    """
+    tokens of a text random, are turned off. Raises DataError if the file cannot be read,
+    StorageError if the store does not answer or denies access."""
     place = location(file)
     try:
         return parse_tokenizer(storage_of(place).read(place, MOST_BYTES), file)
@@ -108,18 +104,13 @@ def special_tokens(tokenizer: Tokenizer) -> list[str]:
 def find_eos(
     tokenizer: Tokenizer, wanted: str | None, directory: Path | None, *, chats: bool = False
 ) -> int:
-    """Id of the token that ends a document.
+    """Id of the token that ends a document. Raises DataError if there is no such token.
 
     Args:
-        tokenizer: searched for the token.
-        wanted: text of the token. None: candidates are the tokens of well-known tokenizers, then
-            the one in tokenizer_config.json. The first that the tokenizer has is taken.
+        wanted: text of the token. None: candidates are the tokens of well-known tokenizers, and the
+            one in tokenizer_config.json. The first that the tokenizer has is taken.
         directory: directory of the tokenizer.json; None if the tokenizer is not from a file.
-        chats: whether documents are chats; then the token in tokenizer_config.json comes first,
-            else last.
-
-    Raises:
-        DataError: there is no such token.
+        chats: whether the token in tokenizer_config.json is the first candidate, else the last.
     """
     names = [wanted] if wanted else list(_KNOWN_ENDS)
     config = directory / "tokenizer_config.json" if directory and not wanted else None

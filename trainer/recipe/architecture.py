@@ -12,21 +12,14 @@ def bundled_families() -> list[str]:
     return sorted(file.stem for file in files)
 
 
+_CONTEXT = "original_max_position_embeddings"
+_OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 ROPE_KEYS = {
-    "llama3": (
-        *("factor", "low_freq_factor", "high_freq_factor"),
-        "original_max_position_embeddings",
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT),
     "linear": ("factor",),
     "dynamic": ("factor",),
-    "yarn": (
-        *("factor", "original_max_position_embeddings", "attention_factor"),
-        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    ),
-    "longrope": (
-        *("factor", "original_max_position_embeddings", "attention_factor"),
-        *("short_factor", "long_factor"),
-    ),
+    "yarn": ("factor", _CONTEXT, "attention_factor", *_OF_YARN),
+    "longrope": ("factor", _CONTEXT, "attention_factor", "short_factor", "long_factor"),
 }
 """Type of rotary scaling → its keys in config.json."""
 

@@ -42,11 +42,7 @@ def plain(changes: Iterable[DataChange]) -> list[dict[str, Any]]:
 
 
 def parsed(values: Any) -> list[DataChange]:
-    """Parse changes from JSON values, the inverse of `plain`.
-
-    Raises:
-        ValueError: the values are not a list of changes.
-    """
+    """Parse changes from JSON values. Raises ValueError if they are not a list of changes."""
     try:
         return adapter(list[DataChange]).validate_python(values)
     except ValidationError as error:
@@ -57,15 +53,8 @@ def parsed(values: Any) -> list[DataChange]:
 
 def with_changes(recipe: Recipe, changes: Iterable[DataChange], file: str) -> Recipe:
     """Return the recipe with a stage for each change. A change that it already contains has no
-    effect.
-
-    Args:
-        changes: later changes override earlier ones.
-        file: file of the changes, for messages.
-
-    Raises:
-        RecipeError: the changed stages contradict each other; has a line for each wrong key.
-    """
+    effect. Later changes override earlier ones. `file`: file of the changes, for messages. Raises
+    RecipeError, with a line for each wrong key, if the changed stages contradict each other."""
     tree = resolved(recipe)
     for change in plain(changes):
         _insert(tree["data"], change)
@@ -73,15 +62,9 @@ def with_changes(recipe: Recipe, changes: Iterable[DataChange], file: str) -> Re
 
 
 def refuse_taken_names(recipe: Recipe, change: DataChange, directory: str) -> None:
-    """Refuse a change that adds a data set under a name that the recipe gives to another data set:
-    `with_changes` would use the recipe's data set instead.
-
-    Args:
-        directory: working directory of the run, where its relative paths begin.
-
-    Raises:
-        RecipeError: the name is taken; the message has the paths of both data sets.
-    """
+    """Raise RecipeError if a change adds a data set under a name that the recipe gives to another
+    data set: `with_changes` would use the recipe's data set. `directory`: working directory of the
+    run, where its relative paths begin."""
 
     def place(source: Source) -> str:
         url = "://" in source.path

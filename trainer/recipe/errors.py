@@ -36,11 +36,7 @@ class Refusals:
         return True
 
     def raise_all(self) -> None:
-        """Raise the collected errors; return if there are none.
-
-        Raises:
-            RecipeError: has the lines of all errors. A single error is raised as it is.
-        """
+        """Raise a single collected error as it is, several as a RecipeError with all lines."""
         if len(self._found) == 1:
             raise next(iter(self._found.values()))
         if self._found:

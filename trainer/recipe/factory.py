@@ -26,7 +26,7 @@ _OURS = tuple(f"{_HOME / name}{os.sep}" for name in ("trainer", "elastic", "chec
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _STDLIB = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _TORCH = f"-packages{os.sep}torch{os.sep}"
-# Other types may also come from a busy machine or a lost peer.
+# Errors of other types may also come from a busy machine or a lost peer.
 _WRONG = (
     *(TypeError, ValueError, LookupError, NameError, AttributeError, ImportError, AssertionError),
     *(FileNotFoundError, NotADirectoryError, PermissionError, NotImplementedError, SyntaxError),
@@ -122,16 +122,9 @@ def returned_none(name: str, factory: Any) -> str:
 
 @contextmanager
 def refusing(key: str, what: str) -> Generator[None, None, None]:
-    """Context that converts a failure of the user's code to RecipeError, unless the cause may be
-    gone at the next start.
-
-    Args:
-        key: recipe key that names the code.
-        what: subject of the message, such as "the step of NAME".
-
-    Raises:
-        RecipeError: names the place in the user's code.
-    """
+    """Context that converts a failure of the user's code to RecipeError, which names the place in
+    the code, unless the cause may be gone at the next start. `key`: recipe key that names the code.
+    `what`: subject of the message, such as "the step of NAME"."""
     from trainer.recipe.errors import known_errors  # imported only if the recipe names user's code
 
     try:
@@ -146,11 +139,8 @@ def refusing(key: str, what: str) -> Generator[None, None, None]:
 
 
 def import_factory(key: str, name: str) -> Any:
-    """Import the function or class that a key names.
-
-    Raises:
-        RecipeError: the function or its module is missing, or importing the module fails.
-    """
+    """Import the function or class that a key names. Raises RecipeError if it or its module is
+    missing, or importing the module fails."""
     module, _, function = name.partition(":")
     look_here_too()
     try:
@@ -204,11 +194,8 @@ def is_wrong(error: BaseException) -> bool:
 
 
 def check_takes(key: str, name: str, given: str) -> None:
-    """Check that a function exists, and accepts one argument. `given`: the argument in words.
-
-    Raises:
-        RecipeError: the function does not exist, or does not accept one argument.
-    """
+    """Raise RecipeError if a function does not exist, or does not accept one argument. `given`: the
+    argument in words."""
     function = import_factory(key, name)
     try:
         inspect.signature(function).bind(given)

@@ -5,10 +5,10 @@
 `RecipeError` with one line each, which names file, line, key and remedy.
 """
 
-import dataclasses
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +61,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, kept: bool =
 def validate(
     tree: dict[str, Any], origins: Origins, file: str, problems: Sequence[Problem] = ()
 ) -> Recipe:
-    """Convert plain values to a recipe.
+    """Convert plain values to a recipe. Raises RecipeError as `load_recipe`.
 
     Args:
         tree: sections by name; None is an empty section.
         origins: file and line of each key.
         file: origin of all other keys, for messages.
         problems: problems that were found before, to be reported too.
-
-    Raises:
-        RecipeError: has a line for each problem, with file, line, key and remedy.
     """
     tree = {section: {} if keys is None else keys for section, keys in tree.items()}
     tree, former = renewed(tree)
@@ -79,8 +76,8 @@ def validate(
     wrong = {problem.key for problem in all_problems}
     recipe = checked(Recipe, tree, origins, file, all_problems, wrong)
     if recipe:
-        recipe = _place_slots(_resolve_synonyms(recipe))
-        # Contradictions that involve a wrong value are not reported: they may vanish with it.
+        recipe = _completed(recipe)
+        # A contradiction that involves a wrong value may vanish once the value is right.
         names = {part for key in wrong for part in key[1:] or key if isinstance(part, str)}
         for key, what in contradictions(recipe):
             if not names & set(re.findall(r"\w+", f"{key} {what}")):
@@ -130,19 +127,15 @@ def recipe_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def _resolve_synonyms(recipe: Recipe) -> Recipe:
-    """Replace `strategy.zero` by `strategy.sharding`; with `data.factory` set `data.seq_len` to
-    1."""
-    if recipe.data.factory and not recipe.data.seq_len:
-        recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, seq_len=1))
-    return dataclasses.replace(recipe, strategy=sharding.resolved(recipe.strategy))
-
-
-def _place_slots(recipe: Recipe) -> Recipe:
-    """Put checkpoint slots on the offload disk by default, because host memory that cannot hold the
-    model cannot hold a copy of it."""
-    directory, checkpoint = recipe.strategy.offload_directory, recipe.checkpoint
-    if directory is None or checkpoint.slot_directory is not None:
-        return recipe
-    checkpoint = dataclasses.replace(checkpoint, slot_directory=directory)
-    return dataclasses.replace(recipe, checkpoint=checkpoint)
+def _completed(recipe: Recipe) -> Recipe:
+    """Return the recipe with the values that follow from others: `strategy.sharding` from
+    `strategy.zero`, `data.seq_len` from `data.factory`, `checkpoint.slot_directory` from
+    `strategy.offload_directory`."""
+    data, checkpoint = recipe.data, recipe.checkpoint
+    if data.factory and not data.seq_len:
+        data = replace(data, seq_len=1)
+    # Host memory that cannot hold the model cannot hold a copy of it.
+    if checkpoint.slot_directory is None:
+        checkpoint = replace(checkpoint, slot_directory=recipe.strategy.offload_directory)
+    strategy = sharding.resolved(recipe.strategy)
+    return replace(recipe, data=data, checkpoint=checkpoint, strategy=strategy)

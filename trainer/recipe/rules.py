@@ -1,9 +1,9 @@
 """Combinations of recipe settings that cannot work, and what to change."""
 
-import dataclasses
 import difflib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 
 from trainer.recipe import strategies
@@ -26,7 +26,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "data.sources", "the list is empty; name at least one prepared data set"
     kinds = ("architecture", "init_from", "factory")
     given = [key for key in kinds if getattr(model, key)]
-    # With a factory, init_from may name weights: KGAT, for instance, starts from BPR-MF's.
+    # With a factory, init_from may name weights: KGAT, for instance, starts from those of BPR-MF.
     if len(given) != 1 and given != ["init_from", "factory"]:
         shown = " and ".join(given) or "none of them"
         yield "model", f"give exactly one of {', '.join(kinds)}; found {shown}"
@@ -100,20 +100,15 @@ def length_contradictions(recipe: Recipe, length: str) -> Iterator[tuple[str, st
 
 
 def counted(recipe: Recipe, sequences: int) -> Recipe:
-    """Return the recipe with `run.steps` computed from `run.epochs`, if that is set.
-
-    Args:
-        sequences: number of sequences in one epoch.
-
-    Raises:
-        RecipeError: the run is too short for another key.
-    """
+    """Return the recipe with `run.steps` computed from `run.epochs`, if that is set. `sequences`:
+    number of sequences in one epoch. Raises RecipeError if the run is too short for another
+    key."""
     run = recipe.run
     if not run.epochs:
         return recipe
     samples = Fraction(repr(run.epochs)) * sequences  # exact: a float product would round
     steps = math.ceil(samples / recipe.batch.global_batch)
-    recipe = dataclasses.replace(recipe, run=dataclasses.replace(run, steps=steps))
+    recipe = replace(recipe, run=replace(run, steps=steps))
     length = f"the {steps} step(s) of run.epochs={run.epochs:g}"
     problems = [f"{key}: {what}" for key, what in length_contradictions(recipe, length)]
     if problems:
@@ -203,8 +198,7 @@ def _adapter_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if adapter.dropout and strategies.together(strategy) > 1:
         yield (
             "model.adapter.dropout",
-            "draws other numbers on ranks that compute a sample together (strategy.tp, pp, cp); "
-            "set 0",
+            "draws other numbers on ranks that share a sample (strategy.tp, pp, cp); set 0",
         )
     if recipe.precision.matmul:
         yield "precision.matmul", "does not work with model.adapter yet; remove it"
@@ -255,8 +249,7 @@ def _balance_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if strategies.ep.ranks(strategy) > 1:
         yield (
             "batch.balance",
-            "speed gains nothing with strategy.ep: ranks exchange tokens in each block, and wait "
-            "for the slowest; set equal",
+            "speed gains nothing with strategy.ep, whose ranks wait in each block; set equal",
         )
     if strategies.pp.ranks(strategy) > 1 and strategies.pp.shape(strategy)[0] == "gpipe":
         yield (
@@ -303,8 +296,7 @@ def _tracking_contradictions(tracking: Tracking) -> Iterator[tuple[str, str]]:
     if tracking.prometheus and not tracking.prometheus.endswith(".prom"):
         yield (
             "tracking.prometheus",
-            f"{tracking.prometheus} does not end in .prom, as the textfile collector needs; rename "
-            "it",
+            f"{tracking.prometheus} does not end in .prom, as the collector needs; rename the file",
         )
 
 
@@ -336,32 +328,25 @@ def _optimizer_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if optimizer.state_dtype != "fp32" and optimizer.factory:
         yield (
             "optimizer.state_dtype",
-            "only for optimizer.name: adamw and muon, as the optimizer of a factory stores its "
-            "own state; remove it",
+            "only for optimizer.name: adamw and muon, not for optimizer.factory; remove it",
         )
-    if recipe.precision.master == "bf16_stochastic":
-        yield from _master_contradictions(recipe)
+    stochastic = recipe.precision.master == "bf16_stochastic"
+    if stochastic and optimizer.factory:
+        yield (
+            "optimizer.factory",
+            "with precision.master=bf16_stochastic: would lose small changes of the weights, as it "
+            "does not round stochastically; use optimizer.name=adamw or muon, or "
+            "precision.master=fp32",
+        )
+    if stochastic and recipe.strategy.reduce_every_pass:
+        yield (
+            "strategy.reduce_every_pass",
+            "with precision.master=bf16_stochastic: would add up the gradients of several passes "
+            "in bf16; set false, or precision.master=fp32",
+        )
     if schedule.factory_options and not schedule.factory:
         yield "schedule.factory_options", "only for a schedule of schedule.factory; remove it"
-    # Only values other than the defaults were written by the user.
+    # A key that has its default counts as not given.
     shape = {"name": "cosine", "warmup_steps": 0, "decay_steps": 0, "min_lr_ratio": 0.1}
     if schedule.factory and any(getattr(schedule, key) != value for key, value in shape.items()):
         yield "schedule.factory", f"excludes {', '.join(shape)}; remove these, or the factory"
-
-
-def _master_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    for key, chosen, problem in (
-        (
-            "optimizer.factory",
-            bool(recipe.optimizer.factory),
-            "would lose small changes of the weights, as it does not round stochastically; use "
-            "optimizer.name=adamw or muon",
-        ),
-        (
-            "strategy.reduce_every_pass",
-            recipe.strategy.reduce_every_pass,
-            "would add up the gradients of several passes in bf16; set false",
-        ),
-    ):
-        if chosen:
-            yield key, f"with precision.master=bf16_stochastic: {problem}, or precision.master=fp32"

@@ -1,5 +1,4 @@
-"""Seeds of named random streams. A seed is a function of run seed, purpose and numbers, and does
-not depend on what ran before."""
+"""Seeds of named random streams, which do not depend on what ran before."""
 
 import hashlib
 

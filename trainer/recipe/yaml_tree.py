@@ -22,8 +22,6 @@ from elastic.node.files import read_bytes
 Key = tuple[str | int, ...]
 Origins = dict[Key, str]
 """Path of a key → "file:line", or the override that set it."""
-
-
 MAX_BYTES, MAX_NESTING, MAX_VALUES = 256 << 10, 64, 5_000
 """Limits of a recipe: bytes of the file, levels of nesting, and values after aliases expand."""
 _MAX_WHOLE, _MOST_DIGITS = 2**64, 100
@@ -71,18 +69,14 @@ def dotted(key: Key) -> str:
 def read_tree(
     path: str | Path, overrides: Sequence[str] = (), what: str = "recipe", *, kept: bool = False
 ) -> tuple[dict[str, Any], Origins, list[Problem]]:
-    """Read a YAML mapping and apply `key.sub=value` overrides. `what`: word for the file in errors.
+    """Read a YAML mapping and apply `key.sub=value` overrides. Return (tree, origin of each key,
+    problems: duplicate keys, unset environment variables, overrides that cannot be applied). Raises
+    RecipeError if the file cannot be read, or is not valid YAML.
 
     Args:
+        what: word for the file in errors.
         kept: whether the file is a run's own copy, in a directory where others may write. A link or
             a pipe is then refused, and environment variables are not expanded.
-
-    Returns:
-        (tree, origin of each key, problems of single keys and overrides: duplicate keys, unset
-        environment variables, overrides of missing keys).
-
-    Raises:
-        RecipeError: the file cannot be read, or is not valid YAML.
     """
     try:
         text = read_bytes(Path(path), MAX_BYTES).decode() if kept else _read(path)

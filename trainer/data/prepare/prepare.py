@@ -41,13 +41,7 @@ from trainer.data.prepare.sources import (
 from trainer.data.prepare.spans import notes_for_user, summed
 from trainer.data.prepare.spool import FOLDER, is_pipe, spool
 from trainer.data.prepare.template import read_template, special_variables, unknown_tokens
-from trainer.data.prepare.tokenise import (
-    MOST_LINES,
-    TokeniseTask,
-    Vocabulary,
-    segments,
-    tokenise,
-)
+from trainer.data.prepare.tokenise import MOST_LINES, TokeniseTask, Vocabulary, segments, tokenise
 from trainer.data.prepare.writer import atomic, to_json, write_data_set
 from trainer.data.shards import (
     FORMAT,
@@ -105,7 +99,6 @@ def prepare(
             document, or `out` has other contents or cannot be written.
     """
     settings, out = PrepareOptions(**options), Path(out)
-    say = _say if progress else lambda line: None
     _check_options(settings, workers)
     try:
         names = [_resolve(name, out, settings) for name in inputs]
@@ -119,25 +112,24 @@ def prepare(
         if settings.validation_fraction is None:
             share = 0.0 if found.validation else _VALIDATION_FRACTION
             settings = replace(settings, validation_fraction=share)
-        for line in found.notes:
-            say(line)
+        _say(progress, *found.notes)
         template = _read_template(settings) if settings.kind != "documents" else None
         plan_hash = _plan_hash(found, settings, template)
         if (out / "index.json").exists() and (index := _finished(out, plan_hash)):
-            say(f"{out}: is up to date")
+            _say(progress, f"{out}: is up to date")
             return index
         forms = detect_forms(found.files, settings.split_documents, found.validation)
         if template and (texts := [file for file, form in forms.items() if form.kind == "text"]):
             raise DataError(f"{texts[0]}: plain text has no chats; use jsonl, json or parquet")
-        for line in [*describe(forms), *(template.notes if template else ())]:
-            say(line)
+        _say(progress, *describe(forms), *(template.notes if template else ()))
         index = _prepare(forms, out, settings, template, plan_hash, workers, progress)
         wanted = settings.validation_fraction
         if wanted and not index["splits"]["validation"]["tokens"]:
-            say(
+            _say(
+                progress,
                 f"no validation tokens: none of {index['documents']} document(s) fell into the "
                 f"{wanted:.1%} of the validation split; raise --validation-fraction, or make more "
-                "documents with --split-documents"
+                "documents with --split-documents",
             )
         return index
     except OSError as error:
@@ -155,16 +147,12 @@ def prepare(
 def what_to_type(inputs: Sequence[str]) -> str:
     """Return a message with the command to type for inputs that were given without options, found
     from the first records of the first input. Raises DataError if an input cannot be read."""
-    files = (
-        []
-        if any(map(is_pipe, inputs)) or set(inputs) & set(CORPORA)
-        else (find_inputs(inputs, COLUMN_OF_CHATS, by_name=False).files[:1])
-    )
+    unseen = any(map(is_pipe, inputs)) or set(inputs) & set(CORPORA)
+    files = [] if unseen else find_inputs(inputs, COLUMN_OF_CHATS, by_name=False).files[:1]
     for unit in cut_units(detect_forms(files, "auto")):
-        records = islice(
-            (record for piece in unit for record in read_piece(piece, None)), _LOOKED_AT
-        )
-        kind = next((form_of(record.value) for record in records if record.value), "")
+        records = (record for piece in unit for record in read_piece(piece, None))
+        values = (record.value for record in islice(records, _LOOKED_AT) if record.value)
+        kind = next(map(form_of, values), "")
         if kind:
             words = ["perdure", "data", "prepare", *inputs, _FLAGS[kind]]
             words += ["--tokenizer", "MODEL_DIRECTORY", "--out", f"data/{kind}"]
@@ -172,36 +160,37 @@ def what_to_type(inputs: Sequence[str]) -> str:
     return "--out: name the directory of the data set, such as --out data/mine"
 
 
-def _say(line: str) -> None:
-    print(printable(line), file=sys.stderr)
+def _say(progress: bool, *lines: str) -> None:
+    for line in lines if progress else ():
+        print(printable(line), file=sys.stderr)
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
 
 
 def _check_options(settings: PrepareOptions, workers: int) -> None:
     if (settings.tokenizer is None) == (settings.train_bpe is None):
         raise DataError(
-            "give one of --tokenizer FILE, --tokenizer bytes and --train-bpe VOCABULARY, such as "
-            "--train-bpe 4096"
+            "give one of --tokenizer FILE, --tokenizer bytes and --train-bpe SIZE, such as 4096"
         )
     if not 0 <= (settings.validation_fraction or 0.0) < 1:
         raise DataError(f"--validation-fraction {settings.validation_fraction}: must be in [0, 1)")
     for option, kind in get_type_hints(PrepareOptions).items():
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         if choices and getattr(settings, option) not in choices:
-            flag = f"--{option.replace('_', '-')}"
-            raise DataError(f"{flag} must be one of {', '.join(choices)}")
+            raise DataError(f"{_flag(option)} must be one of {', '.join(choices)}")
     if min(workers, settings.shard_tokens) < 1:
         raise DataError("--workers and --shard-tokens must be at least 1")
     plain = PrepareOptions()
     if settings.kind == "documents":
         given = [key for key in OF_CHATS if getattr(settings, key) != getattr(plain, key)]
         if given:
-            flag = f"--{given[0].replace('_', '-')}"
-            raise DataError(f"{flag}: only for chats and pairs; add --chat or --pairs")
+            raise DataError(f"{_flag(given[0])}: only for chats and pairs; add --chat or --pairs")
         return
     for key in ("train_bpe", "field", "special_tokens"):
         if getattr(settings, key) != getattr(plain, key):
-            flag = f"--{key.replace('_', '-')}"
-            raise DataError(f"{flag}: cannot be used with --chat or --pairs; remove it")
+            raise DataError(f"{_flag(key)}: cannot be used with --chat or --pairs; remove it")
     if settings.chat and settings.pairs:
         raise DataError("give one of --chat and --pairs")
     if settings.pairs and settings.turns != "auto":
@@ -227,8 +216,6 @@ class _Template:
 
 
 def _read_template(settings: PrepareOptions) -> _Template:
-    """Read the chat template for these settings. Raises DataError if there is no template, or an
-    option for it is wrong."""
     home = None
     if settings.tokenizer and settings.tokenizer != "bytes":
         home = tokenizer_file(settings.tokenizer).parent
@@ -328,8 +315,9 @@ def _prepare(
     units = cut_units(forms)
     vocabulary = _make_tokenizer(units, settings, work)
     dropout = bpe_dropout(Path(vocabulary.file).read_bytes())
-    if dropout and progress:
-        _say(f"the tokenizer's BPE dropout of {dropout} is off: equal texts must give equal tokens")
+    if dropout:
+        what = f"the tokenizer's BPE dropout of {dropout} is off"
+        _say(progress, f"{what}: equal texts must give equal tokens")
     given = (template.sources, template.variables) if template else ({}, {})
     jobs = [
         TokeniseTask(number, unit, work, vocabulary, settings, *given)
@@ -337,10 +325,7 @@ def _prepare(
     ]
     results = tokenise(jobs, workers, progress)
     noted = [counts["noted"] for unit in results for counts in unit]
-    for line in (
-        (notes_for_user(*summed(noted)) if template else _spelled_out(noted)) if progress else ()
-    ):
-        _say(line)
+    _say(progress, *(notes_for_user(*summed(noted)) if template else _spelled_out(noted)))
     index = _join(jobs, results, forms, out, vocabulary, settings, template, plan_hash)
     # Removed last, because a repeated command resumes from these files.
     shutil.rmtree(work)
@@ -417,9 +402,10 @@ def _join(
     with atomic(out / "rejects.jsonl") as output:
         for reject in rejects:
             output.write(to_json(reject))
-    documents = sum(source["documents"] for source in sources)
+    documents, rejected = (
+        sum(source[key] for source in sources) for key in ("documents", "rejected")
+    )
     if not documents:
-        rejected = sum(source["rejected"] for source in sources)
         first = next((f" (first {r['file']}:{r['line']}: {r['problem']})" for r in rejects), "")
         raise DataError(
             f"{out}: the inputs have no document, {rejected} bad records{first}; see "
@@ -443,11 +429,8 @@ def _join(
         tokenizer=Path(vocabulary.file).read_bytes(),
         shard_tokens=settings.shard_tokens,
         about={
-            "documents": documents,
-            "rejected": sum(source["rejected"] for source in sources),
-            "sources": sources,
-            "options": options,
-            "plan": plan_hash,
+            **{"documents": documents, "rejected": rejected, "sources": sources},
+            **{"options": options, "plan": plan_hash},
         },
         chats={"kind": settings.kind, "chats": {"template": template.digest, **decisive}}
         if template
@@ -456,8 +439,7 @@ def _join(
 
 
 def _lines_before(units: list[Pieces]) -> list[list[int]]:
-    """Return, for each piece of each unit, the number of lines before it in its file (rows in a
-    parquet file)."""
+    """Return `lines_before` of each piece of each unit."""
     known: tuple[FilePiece, int] | None = None
     counts: list[list[int]] = []
     for unit in units:

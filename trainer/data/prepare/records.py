@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,12 @@ def read_piece(
         DataError: the whole file is unreadable: damaged, or without the column.
     """
     path = Path(piece.file)
-    if piece.form.kind == "parquet":
-        return _parquet(path, piece, field, report)
-    if piece.form.kind == "arrow":
-        return _arrow(path, piece, field, report)
-    end = piece.end if piece.form.kind in ("text", "json lines") else None
-    blocks = read_blocks(path, piece.start, end, report)
+    blocks = read_blocks(path, piece.start, piece.end, report)  # opened by its first use
     match piece.form.kind:
+        case "parquet":
+            return _parquet(path, piece, field, report)
+        case "arrow":
+            return _arrow(path, piece, field, report)
         case "text":
             return _text(blocks, piece)
         case "json lines":
@@ -109,7 +109,6 @@ def _json_record(line: bytes, number: int, field: str | None) -> InputRecord:
 
 
 def _record_of(value: Any, number: int, field: str | None) -> InputRecord:
-    """Convert a json value to a record."""
     if not isinstance(value, dict):
         what = f"an object with text in {field!r}" if field else "an object"
         return InputRecord(number, problem=f"{_called(value)}, not {what}")
@@ -140,13 +139,7 @@ def _inside(value: Any, field: str) -> Any:
 
 def _text_of(value: Any, number: int, what: str) -> InputRecord:
     """Convert a cell or field to a record; texts in a list, however deep, become lines of one
-    document.
-
-    Args:
-        value: text, its UTF-8 bytes, or lists of these.
-        number: place of the record in the piece.
-        what: beginning of a problem's text, which ends in the kind of the value.
-    """
+    document. `what`: beginning of a problem's text, which ends in the kind of the value."""
     # an explicit stack: untrusted lists may nest deeper than Python recurses
     parts, stack = [], [value]
     while stack:
@@ -178,12 +171,12 @@ def _called(value: Any) -> str:
 
 
 def _instead(names: Iterable[str]) -> str:
-    """Return text for a message about a record or table without the text field: the names that it
+    """Return the end of a message about a record or table without the text field: the names that it
     has, and what to do."""
     names = list(names)
     if not names:
         return "it is empty"
-    # By the names alone, which are all that is known of a table.
+    # by the names alone, as the values of a table are unknown
     kind = form_of({name: [] for name in names})
     way = {"chats": "these are chats; use --chat", "pairs": "these are pairs; use --pairs"}
     return f"it has {_names(names)}; {way.get(kind, 'see --field')}"
@@ -200,7 +193,7 @@ def _json_values(path: Path, blocks: Iterable[bytes], field: str | None) -> Iter
     # incremental, as a character may span blocks
     decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")()
     buffer, position, number, depth, tried = "", 0, 0, 0, 0
-    for block in _and_an_end(blocks):
+    for block in chain(blocks, [b""]):
         final = not block
         try:
             buffer, position = buffer[position:] + decode.decode(block, final), 0
@@ -231,11 +224,6 @@ def _json_values(path: Path, blocks: Iterable[bytes], field: str | None) -> Iter
         tried = len(buffer) - position
     if depth:
         raise DataError(f"{path}: ends inside of its array, after {number} values; copy it again")
-
-
-def _and_an_end(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    yield from blocks
-    yield b""
 
 
 def _csv(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[InputRecord]:
@@ -320,25 +308,18 @@ def _column_of(path: Path, field: str, names: list[str], nested: bool = True) ->
 
 def _rows(batch: Any, before: int, field: str | None, column: str | None) -> Iterator[InputRecord]:
     """Yield records of a pyarrow batch that follows `before` rows."""
-    if field is None or column is None:
-        columns = [_values(batch.column(place)) for place in range(batch.num_columns)]
-        for number, cells in enumerate(zip(*columns, strict=True), before + 1):
-            bad = next((cell for cell in cells if isinstance(cell, InputRecord)), None)
-            value = dict(zip(batch.schema.names, cells, strict=True))
-            yield (
-                replace(bad, line=number)
-                if bad
-                else InputRecord(number, value=_without_nulls(value))
-            )
-        return
-    place = batch.schema.names.index(column)
-    for number, value in enumerate(_values(batch.column(place)), before + 1):
-        if isinstance(value, InputRecord):
-            yield replace(value, line=number)
+    names = batch.schema.names
+    places = [names.index(column)] if column else range(batch.num_columns)
+    columns = [_values(batch.column(place)) for place in places]
+    for number, cells in enumerate(zip(*columns, strict=True), before + 1):
+        if bad := next((cell for cell in cells if isinstance(cell, InputRecord)), None):
+            yield replace(bad, line=number)
+        elif field is None:
+            yield InputRecord(number, value=_without_nulls(dict(zip(names, cells, strict=True))))
         elif column == field:
-            yield _text_of(value, number, f"column {field!r} holds")
+            yield _text_of(cells[0], number, f"column {field!r} holds")
         else:
-            yield _record_of({column: value}, number, field)
+            yield _record_of({column: cells[0]}, number, field)
 
 
 def _values(cells: Iterable[Any]) -> Iterator[Any]:

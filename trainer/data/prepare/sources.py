@@ -6,7 +6,7 @@ and their documents have a fixed order, independent of the workers.
 """
 
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -82,16 +82,8 @@ def bare_suffix(path: Path) -> str:
 def detect_forms(
     files: Sequence[str], split: Split, held_out: Collection[str] = ()
 ) -> dict[str, FileForm]:
-    """Detect the form of each file from its name and its beginning.
-
-    Args:
-        files: paths with known extensions.
-        split: way of cutting text.
-        held_out: files of the validation split.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
+    """Detect the form of each file from its name and its beginning. `split`: way of cutting text.
+    `held_out`: files of the validation split. Raises DataError if a file cannot be read."""
     kinds = {file: kind_by_name(Path(file)) for file in files}
     sizes = content_sizes([Path(file) for file, kind in kinds.items() if kind == "text"])
     window = window_bytes(list(sizes.values()))
@@ -129,14 +121,14 @@ def _is_object(line: bytes) -> bool:
 
 def describe(forms: dict[str, FileForm]) -> Iterator[str]:
     """Yield a line for the user about each way of cutting text."""
-    texts = Counter((form.split, form.window) for form in forms.values() if form.kind == "text")
-    for (split, window), count in texts.items():
-        example = next(
-            file for file, form in forms.items() if (form.split, form.window) == (split, window)
-        )
-        name = Path(example).name if count == 1 else f"{count} text files"
+    texts = defaultdict[tuple[Split, int], list[str]](list)
+    for file, form in forms.items():
+        if form.kind == "text":
+            texts[form.split, form.window].append(file)
+    for (split, window), files in texts.items():
+        name = Path(files[0]).name if len(files) == 1 else f"{len(files)} text files"
         document = {
-            "file": "one document each" if count > 1 else "one document",
+            "file": "one document each" if len(files) > 1 else "one document",
             "separator": "<|endoftext|> or <|end_of_text|> ends a document",
             "form-feed": "a form feed ends a document",
             "blank-line": "a blank line ends a document",
@@ -191,13 +183,8 @@ def _cut(file: str, form: FileForm, most: int) -> Iterator[FilePiece]:
 
 
 def lines_before(piece: FilePiece, known: tuple[FilePiece, int] | None = None) -> int:
-    """Number of lines (rows of a parquet file) before a piece in its file.
-
-    Args:
-        piece: the piece.
-        known: an earlier piece with its number, to count from; None: count from the file's
-            beginning.
-    """
+    """Number of lines (rows of a parquet file) before a piece in its file. `known`: an earlier
+    piece and its number, to count from; None: count from the file's beginning."""
     path = Path(piece.file)
     start, lines = 0, 0
     if known and known[0].file == piece.file:

@@ -39,19 +39,14 @@ def is_pipe(name: str) -> bool:
 
 
 def spool(name: str, directory: Path, column: str) -> Path:
-    """Copy a pipe into a file, which workers can share and read again.
+    """Copy a pipe into a file, which workers can share and read again, and return the file. Its
+    name and age depend only on its contents, so that a repeated command with equal contents has
+    equal inputs. Raises DataError if the pipe was empty.
 
     Args:
         name: see `is_pipe`.
         directory: directory of the data set.
-        column: field of the text, which identifies a table.
-
-    Returns:
-        The file. Its name and age depend only on its contents, so that a repeated command with
-        equal contents has equal inputs.
-
-    Raises:
-        DataError: the pipe was empty.
+        column: field of the text. If it is a name in the first line, the file is a table (.csv).
     """
     folder = directory / FOLDER
     own_directory(folder)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import BinaryIO
 
 from trainer.data.prepare.blocks import BLOCK_BYTES, compression, read_blocks
@@ -78,16 +79,12 @@ def choose_split(path: Path, size: int, window: int) -> Split:
     if _FORM_FEED_AT_LINE_BORDER.search(head):
         return "form-feed"
     blocks = [block for block in _BORDERS["blank-line"].split(head) if block.strip()]
-    if len(blocks) >= _SEVERAL and _mean_length(blocks) >= _LONG_BLOCK:
+    if len(blocks) >= _SEVERAL and fmean(map(len, blocks)) >= _LONG_BLOCK:
         return "blank-line"
     lines = head.splitlines()
-    if len(blocks) == 1 and len(lines) >= _SEVERAL and _mean_length(lines) >= _LONG_LINE:
+    if len(blocks) == 1 and len(lines) >= _SEVERAL and fmean(map(len, lines)) >= _LONG_LINE:
         return "line"
     return "window"
-
-
-def _mean_length(parts: Sequence[bytes]) -> float:
-    return sum(map(len, parts)) / len(parts)
 
 
 def next_border(file: BinaryIO, target: int, size: int, split: Split, window: int) -> int:
@@ -116,12 +113,9 @@ def next_border(file: BinaryIO, target: int, size: int, split: Split, window: in
 def cut_documents(
     blocks: Iterable[bytes], split: Split, window: int
 ) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield the documents of a text that comes in blocks.
-
-    Yields:
-        (line, content, continues): line where the content begins, from 1; whether the next item
-        continues its document. Items are below 4 MiB.
-    """
+    """Yield (line, content, continues) for each document of a text that comes in blocks, or part of
+    one below 4 MiB: the line where the content begins, from 1, and whether the next item continues
+    its document."""
     buffer, position, line = b"", 0, 1
     for block in chain(blocks, [b""]):
         buffer, position = buffer[position:] + block, 0

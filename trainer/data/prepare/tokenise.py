@@ -82,12 +82,9 @@ class TokeniseTask:
 
 
 def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
-    """Tokenise one unit into files; the file that is written last marks it as done.
-
-    Returns:
-        For each piece of the unit: numbers of documents by split and of rejected records, the first
-        rejected records, and the writer's `noted`.
-    """
+    """Tokenise one unit into files; the file that is written last marks it as done. Return for each
+    piece of the unit: numbers of documents by split and of rejected records, the first rejected
+    records, and the writer's `noted`."""
     done = job.path("json")
     if done.exists():
         return json.loads(done.read_bytes())
@@ -135,20 +132,28 @@ def _added(
     yield from writer.end_piece()
 
 
-class _UnitFiles:
-    """Writes the tokens of documents to the files of a unit."""
+class _UnitWriter:
+    """Writes documents to the files of a unit."""
 
-    def __init__(self, job: TokeniseTask, stack: ExitStack, kinds: Sequence[str]) -> None:
-        """`kinds`: extensions of the files of each split."""
-        self._dtype = job.vocabulary.dtype
+    def __init__(self, job: TokeniseTask, stack: ExitStack, *kinds: str) -> None:
+        self._job = job
         self._files = {
             (split, kind): stack.enter_context(synced(job.path(f"{split}.{kind}")))
             for split in SPLITS
-            for kind in kinds
+            for kind in ("tokens", "ends", "lines", *kinds)
         }
         self._tokens = dict.fromkeys(SPLITS, 0)
+        self._characters = 0  # of the pending documents
+        self.documents = dict.fromkeys(SPLITS, 0)
 
-    def put(
+    def end_piece(self) -> list[tuple[int, str]]:
+        """Return (line, problem) of rejected records of this piece that `add` did not return."""
+        return []
+
+    def flush(self) -> None:
+        """Write the pending documents."""
+
+    def _write(
         self,
         split: str,
         ids: Any,
@@ -157,9 +162,10 @@ class _UnitFiles:
         trained: NDArray[np.bool_] | None = None,
     ) -> None:
         """Write a document, or a part of one. `line`: line of its record in the piece. `ends`:
-        whether the document ends with this text. `trained`: whether each token is."""
+        whether the document ends with these tokens. `trained`: whether each token is trained."""
         self._tokens[split] += len(ids)
-        self._files[split, "tokens"].write(np.asarray(ids, self._dtype).tobytes())
+        dtype = self._job.vocabulary.dtype
+        self._files[split, "tokens"].write(np.asarray(ids, dtype).tobytes())
         if trained is not None:
             self._files[split, "trained"].write(trained.tobytes())
         if ends:
@@ -167,23 +173,18 @@ class _UnitFiles:
             self._files[split, "lines"].write(np.asarray(min(line, MOST_LINES), "<u4").tobytes())
 
 
-class _TextWriter:
-    """Writes documents of plain text as tokens and ends."""
-
+class _TextWriter(_UnitWriter):
     def __init__(self, job: TokeniseTask, stack: ExitStack) -> None:
+        super().__init__(job, stack)
         file = job.vocabulary.file
         letters = job.settings.special_tokens == "letters"
         self._tokenizer = _tokenizer(file, os.stat(file).st_mtime_ns, letters)
         tokens = sorted(special_tokens(self._tokenizer)) if letters else []
         self._special = re.compile("|".join(map(re.escape, tokens))) if tokens else None
-        self._job = job
-        self._output = _UnitFiles(job, stack, ("tokens", "ends", "lines"))
         # pending (text, split, line, begins, ends)
         self._batch: list[tuple[str, str, int, bool, bool]] = []
-        self._characters = 0
         self._split, self._line = "", 0  # split and line of the unfinished document
         self._spelled: Counter[str] = Counter()
-        self.documents = dict.fromkeys(SPLITS, 0)
 
     def add(self, record: InputRecord, held_out: bool) -> list[tuple[int, str]]:
         """Add a document, or the next part of one, and return (line, problem) if it has a problem.
@@ -207,10 +208,6 @@ class _TextWriter:
             self._split = ""
         return problems
 
-    def end_piece(self) -> list[tuple[int, str]]:
-        """Do nothing: `flush` writes the pending text."""
-        return []
-
     def noted(self) -> dict[str, Any]:
         """Return and reset, for each special token, the number of documents, or parts of one, whose
         text contains it."""
@@ -224,7 +221,6 @@ class _TextWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the pending documents."""
         vocabulary = self._job.vocabulary
         encodings = self._tokenizer.encode_batch_fast(
             [text for text, *_ in self._batch], add_special_tokens=False
@@ -237,7 +233,7 @@ class _TextWriter:
                 ids = start + ids
             if ends and ids[-1:] != [vocabulary.eos_id]:
                 ids = [*ids, vocabulary.eos_id]
-            self._output.put(split, ids, line, ends)
+            self._write(split, ids, line, ends)
         self._batch.clear()
         self._characters = 0
 
@@ -252,20 +248,18 @@ class _PendingRecord:
     problem: str = ""
 
 
-class _ChatWriter:
-    """Writes chats, or pairs of chats, as tokens, ends and trained marks."""
+class _ChatWriter(_UnitWriter):
+    """Writes chats, or pairs of chats."""
 
     def __init__(self, job: TokeniseTask, stack: ExitStack) -> None:
-        settings, file = job.settings, job.vocabulary.file
-        self._settings = settings
-        self._output = _UnitFiles(job, stack, ("tokens", "ends", "lines", "trained"))
+        super().__init__(job, stack, "trained")
+        self._settings = settings = job.settings
+        file = job.vocabulary.file
         template = ChatTemplate(job.template, job.variables, settings.date)
         written = [*job.template.values(), *map(str, job.variables.values())]
         encoder = _encoder(file, os.stat(file).st_mtime_ns, "\n".join(written))
         self._finder = SpanFinder(template, encoder, settings.loss, settings.spelled)
         self._batch: list[_PendingRecord] = []
-        self._characters = 0
-        self.documents = dict.fromkeys(SPLITS, 0)
 
     def add(self, record: InputRecord, held_out: bool) -> list[tuple[int, str]]:
         """Add a chat or a pair. Records are checked many at a time: return (line, problem) of the
@@ -312,7 +306,7 @@ class _ChatWriter:
             for chat in read_pair(value)
         ]
 
-    def _put(self, added: "_PendingRecord", documents: Sequence[ChatDocument]) -> list[str]:
+    def _put(self, added: _PendingRecord, documents: Sequence[ChatDocument]) -> list[str]:
         """Write the documents of a record, and return why some are rejected."""
         share, most = self._settings.validation_fraction or 0.0, self._settings.max_tokens
         split = "validation" if added.held_out else "train"
@@ -330,9 +324,8 @@ class _ChatWriter:
             return wrong[:1]
         for document, problem in zip(documents, problems, strict=True):
             if not problem:
-                self._output.put(
-                    split, document.ids[:most], added.record.line, trained=document.trained[:most]
-                )
+                ids, trained = document.ids[:most], document.trained[:most]
+                self._write(split, ids, added.record.line, trained=trained)
                 self.documents[split] += 1
         return wrong
 
@@ -358,19 +351,11 @@ class _ChatWriter:
         finder.examples.clear()
         return noted
 
-    def flush(self) -> None:
-        """Do nothing: `end_piece` has written all records."""
-
 
 @lru_cache(maxsize=1)
 def _tokenizer(file: str, modified: int, letters: bool) -> Tokenizer:
-    """Read a tokenizer, cached because reading may take longer than a unit.
-
-    Args:
-        file: tokenizer.json.
-        modified: time of the file's last change, part of the cache's key.
-        letters: whether a text that spells a special token means letters.
-    """
+    """Read a tokenizer, cached because reading may take longer than a unit. `modified`: time of the
+    file's last change. `letters`: whether a text that spells a special token means letters."""
     tokenizer = read_tokenizer(file)
     tokenizer.encode_special_tokens = letters
     return tokenizer
@@ -378,8 +363,7 @@ def _tokenizer(file: str, modified: int, letters: bool) -> Tokenizer:
 
 @lru_cache(maxsize=1)
 def _encoder(file: str, modified: int, written: str) -> ChatEncoder:
-    """Make an encoder, cached by the tokenizer's file, the time of its last change, and `written`
-    (see ChatEncoder)."""
+    """Make an encoder, cached like `_tokenizer`. `written`: see ChatEncoder."""
     return ChatEncoder(read_tokenizer(file), written)
 
 
@@ -403,7 +387,7 @@ def _split_of(text: str, validation_fraction: float) -> str:
 
 
 def tokenise(jobs: list[TokeniseTask], workers: int, progress: bool) -> list[list[dict[str, Any]]]:
-    """Run all jobs that are not done; return the result of `_tokenise_unit` for each."""
+    """Run all jobs that are not done; return the result of `_tokenise_unit` for each job."""
     results: list[list[dict[str, Any]]] = [[]] * len(jobs)
     total = sum(piece.size for job in jobs for piece in job.unit)
     file = jobs[0].work / PROGRESS

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from checkpointing.storage.posix import sync_directory
 from trainer.data.shards import (
     CRC,
     FORMAT,
@@ -49,12 +50,7 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
     with synced(temporary) as file:
         yield file
     temporary.replace(path)
-    # A rename survives a power failure only once its directory is synced.
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(path.parent)  # a rename survives a power failure only after this
 
 
 def write_data_set(
@@ -70,18 +66,14 @@ def write_data_set(
     shard_tokens: int = SHARD_TOKENS,
     chats: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Write a prepared data set, index.json last, and return the index.
+    """Write a prepared data set, index.json last, and return the index. See `write_shards` too.
 
     Args:
-        out: directory; older shards in it are removed.
-        parts: parts of each split, see `write_shards`.
-        dtype: dtype of tokens on disk.
+        parts: parts of each split.
         vocab_size: largest id plus one.
-        eos_id: token that ends a document.
         start_ids: tokens that begin a document.
         tokenizer: contents of tokenizer.json.
         about: further keys of the index, such as sources.
-        shard_tokens: see `write_shards`.
         chats: the keys "kind" and "chats" of the index; empty for plain documents.
     """
     splits = {}
@@ -103,10 +95,7 @@ def write_data_set(
         "vocab_size": vocab_size,
         "eos_id": eos_id,
         "start_ids": list(start_ids),
-        "tokenizer": {
-            "file": "tokenizer.json",
-            "sha256": hashlib.sha256(tokenizer).hexdigest(),
-        },
+        "tokenizer": {"file": "tokenizer.json", "sha256": hashlib.sha256(tokenizer).hexdigest()},
         "splits": splits,
         **chats,
         **about,
@@ -131,19 +120,15 @@ def write_shards(
     eos_id: int,
     shard_tokens: int,
 ) -> list[dict[str, Any]]:
-    """Join parts into shards that each end with a document.
+    """Join parts into shards that each end with a document, and return their entries in index.json.
 
     Args:
         parts: in order; files by extension: tokens, document ends (uint64, within the part), and
             optionally trained marks (a byte of 0 or 1 per token) and records (uint32).
         out: directory; older shards of the split in it are removed.
-        split: prefix of the file names.
         dtype: dtype of tokens on disk.
         eos_id: token that ends a document.
         shard_tokens: a shard ends with the document that reaches this number of tokens.
-
-    Returns:
-        The shards' entries in index.json.
     """
     for kind in (*KINDS[FORMAT_OF_CHATS], RECORDS, CRC):
         for stale in out.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9].{kind}"):
@@ -180,14 +165,7 @@ class _ShardWriter:
     def __init__(
         self, out: Path, name: str, dtype: np.dtype, eos_id: int, kinds: Sequence[str]
     ) -> None:
-        """
-        Args:
-            out: directory of the data set.
-            name: name of the shard.
-            dtype: dtype of its tokens.
-            eos_id: token that ends a document.
-            kinds: extensions of its files.
-        """
+        """`kinds`: extensions of the shard's files."""
         self.tokens = self.documents = self._trained = 0
         self._out, self._name, self._dtype, self._eos_id = out, name, dtype, eos_id
         self._files = {kind: (out / f"{name}.{kind}").open("xb") for kind in kinds}
@@ -218,11 +196,8 @@ class _ShardWriter:
 
     def close(self) -> dict[str, Any]:
         """Sync the files, and return the shard's entry in index.json."""
-        entry: dict[str, Any] = {
-            "name": self._name,
-            "tokens": self.tokens,
-            "documents": self.documents,
-        }
+        entry: dict[str, Any] = {"name": self._name, "tokens": self.tokens}
+        entry["documents"] = self.documents
         if "trained" in self._files:
             self._files["trained"].write(np.packbits(self._bits, bitorder="little").tobytes())
             entry["trained"] = self._trained
@@ -232,17 +207,12 @@ class _ShardWriter:
             file.close()
             digest, blocks = checksums(self._out / f"{self._name}.{kind}")
             entry |= {f"{kind}_sha256": digest, f"{kind}_crc32": blocks}
-        return entry | self._write_small_checksums()
-
-    def _write_small_checksums(self) -> dict[str, Any]:
-        """Write the .crc file. Return what it adds to the shard's entry in index.json: its
-        checksums, and the number of eos tokens."""
-        path, small = self._out / f"{self._name}.{CRC}", SmallChecksums(self._dtype, self._eos_id)
-        for block in blocks_of(path.with_suffix(".tokens")):
+        small = SmallChecksums(self._dtype, self._eos_id)
+        for block in blocks_of(self._out / f"{self._name}.tokens"):
             small.add(block)
-        with synced(path) as file:
-            file.write(small.content)
-        return small.entry
+        with synced(self._out / f"{self._name}.{CRC}") as output:
+            output.write(small.content)
+        return entry | small.entry
 
 
 def _blocks_of(file: BinaryIO, size: int) -> Iterator[bytes]:

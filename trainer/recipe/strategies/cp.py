@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.recipe.sections import Recipe, Strategy
-from trainer.recipe.strategies.dimension import Divided, TriedSizes
-from trainer.recipe.strategies.missing import missing_beside
+from trainer.recipe.strategies.dimension import Divided, TriedSizes, missing_beside
 
 KEYS: tuple[str, ...] = ("cp",)
 DIVIDES: Divided = "sequences"
@@ -16,13 +15,12 @@ LONG = 16_384
 
 
 def ranks(strategy: Strategy) -> int:
-    """Return the number of ranks of a ring, each of which has a part of every sequence."""
     return strategy.cp
 
 
 def chunks(strategy: Strategy) -> int:
-    """Return the number of chunks of a sequence: two per rank of a ring."""
-    # An early and a late chunk per rank, so that causal attention is equal work for all ranks.
+    """Return the number of chunks of a sequence: an early and a late one for each rank of a ring,
+    so that causal attention is equal work for all ranks."""
     return 2 * strategy.cp if strategy.cp > 1 else 1
 
 

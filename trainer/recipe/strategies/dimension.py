@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from trainer.recipe.sections import Recipe, Strategy
+from trainer.recipe.strategies import sharding
 
 Divided = Literal["layers", "sequences", "experts", "stages"]
 """What a kind of model parallelism divides among its ranks, which decides their place:
@@ -48,6 +49,19 @@ class TriedSizes:
         """Largest number of ranks of a node among which the experts of every stack divide evenly; 1
         without experts."""
         return math.gcd(self.gpus_per_node, *self.experts) if self.experts else 1
+
+
+def missing_beside(recipe: Recipe, ranks: str, *keys: str) -> Iterator[tuple[str, str]]:
+    """Yield (key, problem and remedy) for each of `keys` whose setting does not work together with
+    `strategy.<ranks>` yet."""
+    chosen = {
+        "data.factory": (bool(recipe.data.factory), f"set strategy.{ranks}=1"),
+        "strategy.sharding": (sharding.zero1(recipe), "use SHARD_GRAD_OP"),
+    }
+    for key in keys:
+        used, instead = chosen[key]
+        if used:
+            yield key, f"does not work with strategy.{ranks} above 1 yet; {instead}"
 
 
 class Dimension(Protocol):

@@ -6,8 +6,7 @@ from typing import Any
 
 from trainer.recipe.sections import Recipe, Strategy
 from trainer.recipe.strategies import cp, sharding, tp
-from trainer.recipe.strategies.dimension import Divided, TriedSizes
-from trainer.recipe.strategies.missing import missing_beside
+from trainer.recipe.strategies.dimension import Divided, TriedSizes, missing_beside
 
 KEYS: tuple[str, ...] = ("ep",)
 DIVIDES: Divided = "experts"
@@ -15,7 +14,6 @@ APPLIED_BY = "trainer.parallel.expert"
 
 
 def ranks(strategy: Strategy) -> int:
-    """Return the number of ranks that divide the experts of each layer."""
     return strategy.ep
 
 

@@ -11,16 +11,12 @@ from trainer.recipe.yaml_tree import RecipeError
 
 
 def used(recipe: Recipe) -> bool:
-    """Return whether results must be bitwise equal at every world size."""
     return recipe.exact
 
 
 def batch_plan(recipe: Recipe, shares: int) -> BatchPlan:
-    """Assign the sequences of each step to `shares` data-parallel ranks.
-
-    Raises:
-        RecipeError: the global batch does not divide among the ranks.
-    """
+    """Assign the sequences of each step to `shares` data-parallel ranks. Raises RecipeError if the
+    global batch does not divide among the ranks."""
     limit = recipe.micro_batch
     try:
         return plan_batch(recipe.batch.global_batch, shares, limit, fixed=recipe.exact)

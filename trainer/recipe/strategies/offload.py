@@ -8,17 +8,14 @@ from trainer.recipe.strategies import sharding
 
 
 def used(strategy: Strategy) -> bool:
-    """Return whether parameters, gradients and optimizer state are not kept on the device."""
     return strategy.offload != "none"
 
 
 def to_host(strategy: Strategy) -> bool:
-    """Return whether parameters, gradients and optimizer state are kept in host memory."""
     return strategy.offload == "cpu"
 
 
 def to_disk(strategy: Strategy) -> bool:
-    """Return whether parameters, gradients and optimizer state are kept in files."""
     return strategy.offload == "nvme"
 
 

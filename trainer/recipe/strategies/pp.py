@@ -5,19 +5,14 @@ from typing import Any
 
 from trainer.recipe.sections import PipelineSchedule, Recipe, Strategy
 from trainer.recipe.strategies import sharding
-from trainer.recipe.strategies.dimension import Divided, TriedSizes
-from trainer.recipe.strategies.missing import missing_beside
+from trainer.recipe.strategies.dimension import Divided, TriedSizes, missing_beside
 
 KEYS: tuple[str, ...] = ("pp", "pp_schedule", "pp_stages_per_rank")
 DIVIDES: Divided = "stages"
 APPLIED_BY = "trainer.parallel.pipeline"
 
-STAGES_PER_RANK = (1, 2, 4)
-"""Values of `pp_stages_per_rank` that the plan tries."""
-
 
 def ranks(strategy: Strategy) -> int:
-    """Return the number of ranks of a pipeline, each of which has one or more stages."""
     return strategy.pp
 
 
@@ -57,8 +52,7 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if interleaved != (strategy.pp_stages_per_rank > 1):
         yield (
             "strategy.pp_stages_per_rank",
-            "goes with strategy.pp_schedule: interleaved_1f1b; set it to 2 or more with it, and "
-            "to 1 without",
+            "goes with strategy.pp_schedule: interleaved_1f1b; set 2 or more with it, 1 without",
         )
     if not splits_backward(strategy):
         return
@@ -74,8 +68,7 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield (
             "strategy.sharding",
             "zero_bubble needs gathered weights until their gradients are computed, but "
-            f"{sharding.name(recipe)} frees them earlier; use SHARD_GRAD_OP, or another "
-            "strategy.pp_schedule",
+            f"{sharding.name(recipe)} frees them; use SHARD_GRAD_OP, or another pp_schedule",
         )
 
 
@@ -89,7 +82,7 @@ def describe(strategy: Strategy, idle: float) -> str:
 
 def tried(sizes: TriedSizes) -> Iterator[dict[str, Any]]:
     for ranks in sizes.powers:
-        for of_each in STAGES_PER_RANK if ranks > 1 else (1,):
+        for of_each in (1, 2, 4) if ranks > 1 else (1,):
             if ranks * of_each <= sizes.blocks:
                 yield {
                     "pp": ranks,

@@ -36,7 +36,7 @@ def fixed_group(recipe: Recipe) -> int:
 
 def group(recipe: Recipe, sharing: int, in_node: int) -> int:
     """Return the number of ranks of a shard group, over which FSDP shards parameters. `sharing`:
-    number of data-parallel ranks; `in_node`: number of data-parallel ranks on a node."""
+    number of data-parallel ranks; `in_node`: how many of them are on a node."""
     if not shards_parameters(recipe):
         return 1
     if recipe.sharding == "HYBRID_SHARD":

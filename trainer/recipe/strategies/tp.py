@@ -5,8 +5,7 @@ from typing import Any
 
 from trainer.recipe.sections import Recipe, Strategy
 from trainer.recipe.strategies import cp
-from trainer.recipe.strategies.dimension import Divided, TriedSizes
-from trainer.recipe.strategies.missing import missing_beside
+from trainer.recipe.strategies.dimension import Divided, TriedSizes, missing_beside
 
 KEYS: tuple[str, ...] = ("tp", "sequence_parallel")
 DIVIDES: Divided = "layers"
@@ -14,7 +13,6 @@ APPLIED_BY = "trainer.parallel.tensor"
 
 
 def ranks(strategy: Strategy) -> int:
-    """Return the number of ranks that compute each layer together."""
     return strategy.tp
 
 
@@ -36,8 +34,7 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
         among = f"tp={strategy.tp}" + (f" x cp={ring}" if ring > 1 else "")
         yield (
             "strategy.sequence_parallel",
-            f"data.seq_len={data.seq_len} is not a multiple of strategy.{among}; change "
-            "one of them",
+            f"data.seq_len={data.seq_len} is not a multiple of strategy.{among}; change one",
         )
     if recipe.precision.matmul:
         yield (
