@@ -202,8 +202,8 @@ def test_what_tensor_parallelism_does_not_do_yet_is_refused(recipe_file, overrid
     [
         ("model.factory=a:b", "model.factory: its model cannot be cut into stages"),
         ("strategy.pp_stages_per_rank=2", "goes with strategy.pp_schedule: interleaved_1f1b"),
-        ("strategy.pp_schedule=interleaved_1f1b", "set it to 2 or more with it"),
-        ("strategy.pp_schedule=zero_bubble", "FULL_SHARD frees them earlier; use SHARD_GRAD_OP"),
+        ("strategy.pp_schedule=interleaved_1f1b", "set 2 or more with it"),
+        ("strategy.pp_schedule=zero_bubble", "FULL_SHARD frees them; use SHARD_GRAD_OP"),
         ("strategy.pp_schedule=zero_bubble", "strategy.reduce_every_pass: does not work with"),
         ("strategy.pp=1", "strategy.pp_schedule: only with strategy.pp above 1; remove it"),
     ],
