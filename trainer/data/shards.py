@@ -547,7 +547,7 @@ def _read(path: Path, descriptor: int, dtype: np.dtype, start: int, length: int)
     tokens = np.empty(length, dtype=dtype)
     target, offset = tokens.view(np.uint8).data, start * dtype.itemsize
     try:
-        count = read_at(descriptor, target, offset)
+        count = read_at(descriptor, [target], offset)
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read at byte {offset}: {error.strerror}; check the storage"
