@@ -18,11 +18,9 @@ EXIT_PAUSED = 76
 EXIT_PEER_GONE = 77
 """From a training process to its agent: it lost the connection to another rank."""
 EXIT_MENDED = 78
-"""From a training process to its agent: it failed, and has removed the cause. Such a failure counts
-towards no limit of failures."""
+"""From a training process to its agent: it failed, and has removed the cause."""
 EXIT_OUTVOTED = 79
-"""From a training process to its agent: other ranks have found twice that it computes wrongly. Its
-node leaves for good."""
+"""From a training process to its agent: other ranks found twice that it computes wrongly."""
 EXIT_DO_NOT_REQUEUE = 93
 """A restart would not help: the job makes no progress, or its numbers stay non-finite."""
 EXIT_INTERRUPTED = 130

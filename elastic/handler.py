@@ -14,11 +14,10 @@ if TYPE_CHECKING:
 
 def torchrun_handler() -> "Callable[[RendezvousParameters], RendezvousHandler]":
     """The entry point: returns the function that torch registers under the name `perdure`."""
+
+    def create_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
+        from elastic import rendezvous
+
+        return rendezvous.create_handler(parameters)
+
     return create_handler
-
-
-def create_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
-    """Create the rendezvous handler of this node; connects to the store, or hosts it."""
-    from elastic import rendezvous
-
-    return rendezvous.create_handler(parameters)

@@ -33,14 +33,7 @@ class JobPaused(SystemExit):
 
 
 class Job:
-    """An elastic job, as seen by one of its ranks. `join` and `run` create it.
-
-    Args:
-        world: rank, world size and device.
-        pulse: shared memory through which this rank reports progress and reads requests.
-        recall: socket by which this process continues with the next attempt after a peer has
-            failed (recall.py); None: the process ends when a peer fails.
-    """
+    """An elastic job, as seen by one of its ranks. `join` and `run` create it."""
 
     def __init__(self, world: "World", pulse: Pulse, recall: RecallSocket | None = None) -> None:
         self.world = world
@@ -63,9 +56,8 @@ class Job:
         after the loop runs only once all steps are done.
 
         Args:
-            done: number of steps done, or a sampler that has loaded this number. The sampler's
-                `done` then counts the steps that were begun, so that a save at the end of a step is
-                right.
+            done: number of steps done, or a sampler that has loaded this number. The sampler then
+                counts a step as done when it begins, so that a save at the end of a step is right.
             total: the last step.
         """
         first = done if isinstance(done, int) else done.done
@@ -78,13 +70,8 @@ class Job:
         self._pulse.report(total, "end")
 
     def begin_step(self, step: int, total: int) -> None:
-        """Begin a step. This is for the loop of a library, which `steps` cannot drive: the
-        library's callbacks call `begin_step`, `due_to_pause` and `end_step`. Called on all ranks.
-
-        Args:
-            step: number of the step, from 1 on.
-            total: the last step.
-        """
+        """Begin step number `step` of `total`. For the callbacks of a library whose loop `steps`
+        cannot drive: they call `begin_step`, `due_to_pause` and `end_step`. Called on all ranks."""
         from elastic.node.exchange import AsyncSum
 
         # From here on there is something to save.
@@ -261,8 +248,8 @@ def run(
 
 
 def _become_rank() -> None:
-    """Prepare this process to be a rank. But if an agent of Perdure is to run the rank in another
-    process, serve as its stand-in (standin.py), and do not return."""
+    """Prepare this process to be a rank. If an agent of Perdure runs the rank in another process,
+    become its stand-in (standin.py) instead, and do not return."""
     if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
         raise RuntimeError(
             "elastic.join() and run() make the process group: call them in place of "
@@ -325,9 +312,9 @@ def _release(recall: RecallSocket) -> None:
 def _wait_for_generation(
     recall: RecallSocket, own: dict[str, str], seconds: float | None = 60.0
 ) -> None:
-    """Wait until this process is a rank of the next generation of the job's processes. Variables
-    of `own`, the environment at the call of `run`, are kept unless the generation sets them. Ends
-    the process if no generation follows within `seconds` (None: no limit)."""
+    """Wait until this process is a rank of the next generation, or end it after `seconds` (None: no
+    limit). Variables of `own`, the environment at the call of `run`, are kept unless the generation
+    sets them."""
     from elastic.world import leave_world
 
     if not recall.wait(seconds):

@@ -17,7 +17,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,9 +25,8 @@ from typing import Any, TextIO
 
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent, process `parent`, dies. Linux only.
-
-    torchrun starts each rank in a new session. Without this call, ranks would outlive a torchrun
-    killed by SIGKILL, and write to the files of the restarted run."""
+    Otherwise ranks would outlive a torchrun killed by SIGKILL, as torchrun starts each in a new
+    session, and write to the files of the restarted run."""
     if sys.platform != "linux":
         return
     parent = parent or os.getppid()
@@ -56,7 +55,6 @@ def search_path() -> list[str]:
 
 
 def boot_id() -> str:
-    """Identifier of this boot of this machine; "" if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -72,7 +70,7 @@ def usable_cores() -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the process ids of the children of all threads of a process, oldest first."""
+    """Returns the process ids of a process's children, oldest first."""
     result: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
@@ -91,7 +89,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def descends(pid: int, ancestor: int) -> bool:
-    """Whether the process `pid` lives and is a descendant of `ancestor`, or `ancestor` itself."""
+    """Whether the living process `pid` is `ancestor` or a descendant of it."""
     while pid > 1 and pid != ancestor:
         try:
             status = Path(f"/proc/{pid}/stat").read_text()
@@ -137,8 +135,7 @@ class _LossyOutput(io.FileIO):
         """Reset the state, because the descriptor may refer to another file now."""
         self.why = ""
         """Error text of the last failed write; empty: none has failed."""
-        self._missing = 0
-        """Bytes dropped since the last successful write."""
+        self._missing = 0  # bytes dropped since the last successful write
         self._mid_line = False
 
     def write(self, data: Any) -> int:
@@ -161,11 +158,8 @@ class _LossyOutput(io.FileIO):
         return size
 
     def _put(self, data: bytes | memoryview) -> int:
-        """Write as many bytes as the file accepts now, at least one; returns the count.
-
-        Raises:
-            OSError: the file accepts no byte.
-        """
+        """Write as many bytes as the file accepts now; returns their number. Raises OSError if the
+        file accepts no byte."""
         poll, milliseconds = select.poll(), 0 if self._missing else int(1e3 * PATIENCE_SECONDS)
         poll.register(self.fileno(), select.POLLOUT)
         # if poll() reports a pipe ready, it accepts PIPE_BUF bytes without blocking
@@ -178,11 +172,14 @@ class _LossyOutput(io.FileIO):
 def tolerate_lost_output() -> None:
     """Make sys.stdout and sys.stderr drop output that they cannot write, in this process and its
     forks. A stream that the program has replaced is left alone. Call this function again after
-    replacing descriptors 1 or 2.
-
-    Closed descriptors 0 to 2 are opened on the null device. Otherwise the next opened file would
-    get such a number, and receive the output of child processes."""
-    closed = [descriptor for descriptor in range(3) if not _is_open(descriptor)]
+    replacing descriptors 1 or 2. Closed descriptors 0 to 2 are opened on the null device, as the
+    next opened file would otherwise receive the output of child processes."""
+    closed = []
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            closed.append(descriptor)
     for _ in closed:  # open() returns the lowest free number
         os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for descriptor, name in enumerate(STREAM_NAMES, 1):
@@ -207,8 +204,11 @@ def plain_text(error: object) -> str:
 
 def lost_output() -> str:
     """Returns which streams of this process dropped output, and why; empty: none did."""
+    raws = {name: _raw(getattr(sys, f"__{name}__")) for name in STREAM_NAMES}
     return ", ".join(
-        f"{STREAM_NAMES[name]}: {raw.why}" for name, raw in _lossy_streams() if raw.why
+        f"{STREAM_NAMES[name]}: {raw.why}"
+        for name, raw in raws.items()
+        if isinstance(raw, _LossyOutput) and raw.why
     )
 
 
@@ -228,24 +228,9 @@ def _lossy_stream(descriptor: int, stream: TextIO | None) -> TextIO:
     )
 
 
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
 def _raw(stream: TextIO | None) -> object:
     buffer = getattr(stream, "buffer", None)
     return getattr(buffer, "raw", buffer)
-
-
-def _lossy_streams() -> Iterator[tuple[str, _LossyOutput]]:
-    for name in STREAM_NAMES:
-        raw = _raw(getattr(sys, f"__{name}__"))
-        if isinstance(raw, _LossyOutput):
-            yield name, raw
 
 
 if __name__ == "__main__":

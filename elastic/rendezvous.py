@@ -32,7 +32,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -75,7 +74,7 @@ from elastic.group.membership import (
     set_address,
 )
 from elastic.group.sealed import SealedStore
-from elastic.group.store import STORE_ERRORS, StoreClient, StoreLostError, host_store
+from elastic.group.store import STORE_ERRORS, StoreClient, StoreLostError, connect_store, host_store
 from elastic.group.topology import describe_places, own_place
 from elastic.node.agent import NodeAgent
 from elastic.node.occupancy import Occupancy, OccupiedError
@@ -133,11 +132,7 @@ def create_handler(parameters: RendezvousParameters) -> "PerdureRendezvous":
 
 class JobClosed(SystemExit):
     """Ends torchrun with the job's exit code, as there is no next round for this node. A
-    `SystemExit`, because torchrun turns other exceptions into exit code 1 and a traceback.
-
-    Args:
-        end: exit code and reason of the job's end.
-    """
+    `SystemExit`, because torchrun turns other exceptions into exit code 1 and a traceback."""
 
     def __init__(self, end: JobEnd) -> None:
         super().__init__(end.code)
@@ -251,8 +246,8 @@ class PerdureRendezvous(RendezvousHandler):
                 return info
 
     def _read_facts(self) -> Secret:
-        """Wait until this node's program has described the job ([Note: facts] in program.py), and
-        apply the description. Returns the job's secret."""
+        """Apply the program's description of the job ([Note: facts] in program.py); returns the
+        job's secret."""
         # Folders are checked first: the process that runs the description may block on them.
         deadline = time.monotonic() + self._timeout
         self._refuse(check_folders(self._node.folders(self._timeout)))
@@ -278,7 +273,6 @@ class PerdureRendezvous(RendezvousHandler):
         return secret
 
     def _identity_key(self, identity: str) -> str:
-        """Key in the store of the `JobFacts.identity` that has the digest `identity`."""
         return f"perdure/{self._run_id}/identity/{identity}"
 
     def _foreign_job(self) -> "JobClosed":
@@ -299,11 +293,7 @@ class PerdureRendezvous(RendezvousHandler):
         return JobClosed(JobEnd(EXIT_WRONG_INPUT, why))
 
     def _check_health(self) -> None:
-        """Check this machine.
-
-        Raises:
-            RendezvousConnectionError: a check failed that keeps this node from joining.
-        """
+        """Check this machine; raise an error if a problem keeps this node from joining."""
 
         def round_trip() -> float:
             client, times = StoreClient(*self._store_address, STORE_PATIENCE), []
@@ -334,12 +324,6 @@ class PerdureRendezvous(RendezvousHandler):
             )
 
     def _find_secret(self, facts: JobFacts) -> Secret:
-        """Returns the secret of the job, which this node shares with the job's other nodes.
-
-        Raises:
-            JobClosed: there is no usable secret, or another job of this name uses the store.
-            RendezvousConnectionError: the store does not answer.
-        """
         if self._hosted and self._member.limits.maximum == 1 and not self._secret_file:
             return Secret(os.urandom(32))  # no other node needs the secret
         try:
@@ -356,12 +340,10 @@ class PerdureRendezvous(RendezvousHandler):
     def _sent_away(self) -> Failure | None:
         """Returns the failure for which this node was removed; None if it was not."""
         state, name = self._member.state, self._member.name
-        if name in state.members or state.closed:
-            return None
-        return next((report for report in state.struck if report.node == name), None)
+        struck = () if name in state.members or state.closed else state.struck
+        return next((report for report in struck if report.node == name), None)
 
     def _recover(self) -> None:
-        """Wait until this node, which was removed for its failures, passes its health checks."""
         why = "this node was removed from the job for its failures"
         while True:
             logger.warning("%s; checking it in %.0f s", why, self._recover_seconds)
@@ -378,7 +360,7 @@ class PerdureRendezvous(RendezvousHandler):
                 why = str(error)
 
     def _next_round(self, before: int, timeout: float, deadline: float) -> Membership:
-        """Request to join, and wait for a round after `before` that includes this node."""
+        """Wait for a round after `before` that includes this node."""
         member, name = self._member, self._member.name
         if self._node.leaving:
             raise self._left()
@@ -450,14 +432,7 @@ class PerdureRendezvous(RendezvousHandler):
         self._node.page.share_secret(secret.derive("ranks").key)
         while not ended(member.state) and member.state.address:
             host, _, port = member.state.address.rpartition(":")
-            connect = partial(
-                dist.TCPStore,
-                host,
-                int(port),
-                is_master=False,
-                timeout=timedelta(seconds=30),
-                wait_for_workers=False,
-            )
+            connect = partial(connect_store, host, int(port), 30.0)
             try:
                 store = SealedStore(connect, secret, "agents")
                 # Nodes meet twice: an agent that dies in the first wait is noticed in the second.
@@ -500,10 +475,8 @@ class PerdureRendezvous(RendezvousHandler):
             self._occupancy = None
 
     def num_nodes_waiting(self) -> int:
-        """Returns 1 to make torchrun end its workers and call `next_rendezvous`.
-
-        If a node is lost or has left, the result is 1 at once. If nodes have arrived, the ranks are
-        requested to pause first."""
+        """Returns 1 to make torchrun end its workers and call `next_rendezvous`: at once if a node
+        is lost or has left, and after a pause of the ranks if nodes have arrived."""
         state = self._member.state
         in_round = state.round == self._round and self._member.name in state.members
         if state.closed:
@@ -526,21 +499,12 @@ class PerdureRendezvous(RendezvousHandler):
     def set_closed(self) -> None:
         self._member.change(partial(close, end=JobEnd(1, "the job was closed")))
 
-    @property
-    def verdict(self) -> JobEnd | None:
-        """Exit code and reason of the job's end; None while it runs."""
-        return self._member.state.closed
-
     def get_run_id(self) -> str:
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Leave the job, which continues without this node.
-
-        Raises:
-            JobClosed: torchrun is about to report that its workers failed. But its workers are
-                stand-ins (standin.py), and ended with the exit code of the job.
-        """
+        """Leave the job, which continues without this node. Raises JobClosed if torchrun would
+        report failed workers, as these are stand-ins (standin.py) and ended with the job."""
         if not self._stopped:
             self._stopped = True
             self._end.set()  # ends the thread that polls the cloud
@@ -559,10 +523,8 @@ class PerdureRendezvous(RendezvousHandler):
 
 
 def _host_if_ours(host: str, port: int, wanted: bool | None, alone: bool) -> dist.TCPStore | None:
-    """Host the job's store in this process, or return None if this process is not to host it.
-
-    `wanted`: the setting `is_host`; without it, the store is hosted if `host` is an address of this
-    machine and nobody hosts it yet. `alone`: only this machine uses the store."""
+    """Host the job's store in this process; returns None if another process hosts it. `wanted`: the
+    setting `is_host`. `alone`: only this machine uses the store."""
     if wanted is False:
         return None
     if wanted is None and port and (not _is_ours(host) or _answers(host, port)):
@@ -595,7 +557,16 @@ def _is_ours(host: str) -> bool:
 
 def _reachable(host: str, most_nodes: int) -> str:
     """Returns the address of this machine for other nodes: that of the interface towards `host`."""
-    address = _address_towards(host)
+    try:
+        family, _, _, _, towards = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(towards)  # over UDP this sends nothing, and only selects the route
+            address = str(probe.getsockname()[0])
+    except OSError as error:
+        raise RendezvousConnectionError(
+            f"--rdzv-endpoint: this machine has no route to {host} ({error}); check the name and "
+            "the network"
+        ) from error
     present = host in ("localhost", address)
     if most_nodes > 1 and ip_address(address).is_loopback and not present:
         raise RendezvousConnectionError(
@@ -603,17 +574,3 @@ def _reachable(host: str, most_nodes: int) -> str:
             "(see /etc/hosts); give the address instead of the name, or --local-addr"
         )
     return address
-
-
-def _address_towards(host: str) -> str:
-    """Returns the address of the interface of this machine through which `host` is reached."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # over UDP this sends nothing, and only selects the route
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise RendezvousConnectionError(
-            f"--rdzv-endpoint: this machine has no route to {host} ({error}); check the name and "
-            "the network"
-        ) from error

@@ -36,9 +36,6 @@ GENERATION = "PERDURE_GENERATION"
 CAUSE = "PERDURE_CAUSE"
 """Environment variable: the failure that caused this start, as JSON."""
 
-INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""Environment variables: network interfaces on which gloo and NCCL listen."""
-
 FREED_SECONDS, STILL_SECONDS = 10.0, 3.0
 """Longest wait for the memory of a killed rank's GPU: in total, and since memory was last freed. If
 the GPU is still occupied then, other processes use it."""
@@ -96,7 +93,8 @@ _sealed: list[SealedStore] = []
 def join_world(
     device: str, timeout_seconds: float, secret: bytes = b"", most_free: int = 0
 ) -> World:
-    """Join the process group that torchrun prepared. Called on all ranks.
+    """Join the process group that torchrun prepared. Called on all ranks. The default group carries
+    CUDA tensors over NCCL and CPU tensors over gloo.
 
     Args:
         device: "cuda", "cpu", or "auto" for CUDA where there is a GPU.
@@ -104,8 +102,6 @@ def join_world(
         secret: secret of this round (`Pulse.secret`), which seals the addresses that ranks
             exchange. Empty: they are not sealed.
         most_free: free bytes of this rank's GPU at an earlier join; 0: unknown.
-
-    The default group carries CUDA tensors over NCCL and CPU tensors over gloo.
     """
     rank, local_rank, world_size, local_world_size = read_environment()
     if device == "auto":
@@ -116,7 +112,8 @@ def join_world(
         torch.cuda.set_device(place)  # before other calls, which would open a context on GPU 0
         free = wait_until_freed(place, most_free)
     if local_world_size == world_size:
-        for variable in INTERFACES:  # all ranks are on this machine: do not listen on its network
+        # All ranks are on this machine: do not listen on its network.
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
@@ -155,14 +152,9 @@ def limit_waits(timeout_seconds: float) -> None:
 
 def wait_until_freed(place: torch.device, most: int) -> int:
     """Wait until a GPU has as much free memory as before a rank on it was killed. The driver may
-    free the memory seconds after the process has ended.
-
-    Args:
-        most: bytes that were free when a rank last joined on this GPU; 0: unknown, do not wait.
-
-    Returns:
-        Bytes that are free now, or reserved by this process's allocator.
-    """
+    free the memory seconds after the process has ended. Returns the bytes that are free now, or
+    reserved by this process's allocator. `most`: bytes that were free when a rank last joined on
+    this GPU; 0: unknown, do not wait."""
 
     def free() -> int:
         return torch.cuda.mem_get_info(place)[0] + torch.cuda.memory_reserved(place)
@@ -228,10 +220,9 @@ def supervised() -> bool:
 
 
 def refuse_stale_store() -> str | None:
-    """Returns one line that says why this launch must not continue; None if it may.
-
-    On several nodes torchrun's own rendezvous gives restarted ranks a stale store. The nodes count
-    their restarts differently, so that no number can separate the attempts."""
+    """Returns one line that says why this launch must not continue; None if it may. On several
+    nodes torchrun's own rendezvous gives restarted ranks a stale store. The nodes count restarts
+    differently, so that no number can separate the attempts."""
     read = os.environ.get
     shared = read("TORCHELASTIC_USE_AGENT_STORE") == "True" and ROUND not in os.environ
     if not shared or int(read("GROUP_WORLD_SIZE", "1")) == 1:
@@ -245,10 +236,8 @@ def refuse_stale_store() -> str | None:
 
 def leave_world(code: int) -> NoReturn:
     """End this rank with exit code `code`. Called on all ranks after the last step and at a pause;
-    otherwise each rank calls it by itself.
-
-    A rank that leaves alone does not destroy its groups, because NCCL would wait for the other
-    ranks."""
+    otherwise each rank calls it by itself. A rank that leaves alone does not destroy its groups,
+    because NCCL would wait for the other ranks."""
     if dist.is_initialized() and code in (EXIT_DONE, EXIT_PAUSED, EXIT_REQUEUE):
         # The barrier: a rank that destroys its group early looks like a lost peer to ranks that
         # still use theirs.

@@ -43,11 +43,8 @@ class ElasticCallback(Callback):
         self._batches.load_state_dict(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that the Trainer, its data loader and the loaded checkpoint fit the job.
-
-        Raises:
-            ValueError: they do not; the message says what to do.
-        """
+        """Raise ValueError if the Trainer, its data loader or the loaded checkpoint do not fit the
+        job. The message says what to do."""
         batches = self._batches
         if getattr(trainer.train_dataloader, "batch_sampler", None) is not batches:
             raise ValueError(
@@ -77,11 +74,8 @@ class ElasticCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Called before each pass. Begins a step before its first pass.
-
-        Raises:
-            SystemExit: the job pauses after the previous step, which is saved. Raised on all ranks.
-        """
+        """Begin a step before its first pass. Raises SystemExit on all ranks if the job pauses
+        after the previous step, which is saved."""
         if self._begun and self._batches.done > trainer.global_step:
             return
         self._end_step()
@@ -91,12 +85,7 @@ class ElasticCallback(Callback):
         self._job.report("step")
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Called after each pass. If the job pauses after this step, its last pass makes
         `ModelCheckpoint` save, which Lightning calls after all other callbacks."""

@@ -11,6 +11,7 @@ many units where these divide evenly, or the numbers in `BatchPlan.shares` (see 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class BatchPlan:
     passes: int
     """Forward and backward passes of every rank per optimizer step."""
     micro_batch: int
-    """Largest number of sequences in a pass."""
     fixed: bool = False
     """Whether micro-batches are the same at every world size."""
     shares: tuple[int, ...] | None = None
@@ -56,15 +56,14 @@ class BatchPlan:
         return _dealt(self.shares)[rank]
 
     def passes_of(self, rank: int) -> int:
-        """Forward and backward passes of `rank` per optimizer step."""
         if self.shares is None or self.lockstep:
             return self.passes
         return self.shares[rank] if self.fixed else -(-self.shares[rank] // self.micro_batch)
 
     @property
     def efficiency(self) -> float:
-        """Sequences of the global batch, divided by those that all ranks could compute in the time
-        of the busiest rank; in (0, 1]. Assumes equal shares and equally fast ranks."""
+        """Sequences of the global batch, divided by the sequences that all ranks could compute in
+        the time of the busiest rank. Assumes equal shares and equally fast ranks."""
         # The other ranks wait for the busiest rank in the collectives.
         busiest = -(-self.global_batch // self.world_size)
         # Rank 0 is the busiest. It has the last micro-batch, perhaps a smaller one, only if no
@@ -77,25 +76,17 @@ class BatchPlan:
     def micro_batches(self, rank: int, start: int) -> Iterator[MicroBatch]:
         """Yield the passes of `rank` for the global batch that begins at sequence `start`."""
         units, passes = self.units_of(rank), self.passes_of(rank)
+        parts: list[Sequence[int]]
         if self.fixed:
-            size, end = self.micro_batch, start + self.global_batch
-            for unit in units:
-                first = start + unit * size
-                yield MicroBatch(tuple(range(first, min(first + size, end))), real=True)
-            for _ in range(passes - len(units)):
-                yield MicroBatch((start,), real=False)
-            return
-        whole, extra = divmod(len(units), passes)
-        used = 0
-        for number in range(passes):
-            size = whole + (number < extra)
-            if size:
-                own = units[used : used + size]
-                yield MicroBatch(tuple(start + unit for unit in own), real=True)
-            else:
-                # Any sequence will do: its gradient is multiplied by 0.
-                yield MicroBatch((start,), real=False)
-            used += size
+            size, end = self.micro_batch, self.global_batch
+            parts = [range(unit * size, min(unit * size + size, end)) for unit in units]
+        else:
+            whole, extra = divmod(len(units), passes)
+            cuts = [whole * number + min(number, extra) for number in range(passes + 1)]
+            parts = [units[begin:end] for begin, end in pairwise(cuts)]
+        for part in [*parts, *[()] * (passes - len(parts))]:
+            # A pass without work takes any sequence, as its gradient is multiplied by 0.
+            yield MicroBatch(tuple(start + row for row in part) or (start,), real=bool(part))
 
     def __str__(self) -> str:
         size = "fixed micro-batches of" if self.fixed else "up to"
@@ -113,7 +104,6 @@ class BatchPlan:
 
 @lru_cache(maxsize=8)
 def _dealt(shares: tuple[int, ...]) -> list[list[int]]:
-    """Returns the indices of the units (sequences or micro-batches) of each rank, ascending."""
     dealt: list[list[int]] = [[] for _ in shares]
     unit = 0
     for turn in range(max(shares)):
@@ -136,8 +126,6 @@ def plan_batch(
     """Divide `global_batch` sequences among `world_size` data-parallel ranks.
 
     Args:
-        global_batch: sequences per optimizer step, over all ranks.
-        world_size: data-parallel ranks.
         micro_batch: largest number of sequences of a rank in one pass. In a fixed plan every
             micro-batch has exactly this number, except perhaps the last of a global batch.
         fixed: use the same micro-batches at every world size.

@@ -1,8 +1,7 @@
 """Notices of the cloud that this machine will be taken away, and a trigger file for other systems.
 
 A cloud announces this through its metadata service, an HTTP server that only the machine itself
-reaches. A thread of each node's agent polls the service every POLL_SECONDS. Outside of these clouds
-nothing is polled.
+reaches. A thread of each node's agent polls the service every POLL_SECONDS.
 
     AWS    2 min ahead, and earlier a recommendation to leave
            docs.aws.amazon.com/AWSEC2/latest/UserGuide: spot-instance-termination-notices.html,
@@ -25,13 +24,11 @@ from typing import Any, Protocol
 logger = logging.getLogger(__name__)
 
 ADDRESS = "http://169.254.169.254"
-"""Address of the metadata service, equal in all three clouds."""
 DMI = Path("/sys/class/dmi/id")
 AZURE_ASSET_TAG = "7783-7084-3265-9085-8269-3286-77"
 """Identifies an Azure machine; its vendor and product are those of any Hyper-V guest."""
 
-POLL_SECONDS = 2.0
-"""Seconds between two polls. GCP and Azure announce only 30 s ahead, so polls must be frequent."""
+POLL_SECONDS = 2.0  # frequent, as GCP and Azure announce only 30 s ahead
 REQUEST_SECONDS = 2.0
 MAX_ANSWER = 1 << 16
 
@@ -59,8 +56,8 @@ class NoticeSource(Protocol):
     name: str
 
     def look(self) -> Notice | None:
-        """Returns the current notice; None if there is none. May block for a few seconds where the
-        service is slow, and may raise any exception."""
+        """Returns the current notice, if any. A slow service may block it for a few seconds, and it
+        may raise any exception."""
 
 
 @dataclass
@@ -142,16 +139,15 @@ class Azure:
     def look(self) -> Notice | None:
         document = _json_object(self._get("scheduledevents?api-version=2020-07-01"))
         for event in document["Events"]:
-            if event["EventType"] in ("Preempt", "Terminate") and self._is_ours(event):
+            if event["EventType"] not in ("Preempt", "Terminate"):
+                continue
+            # The service lists all events of the scale set.
+            machine = self._get("instance/compute/name?api-version=2021-02-01&format=text")
+            if machine.strip().lower() in [str(name).lower() for name in event["Resources"]]:
                 started = event.get("EventStatus") == "Started"
                 when = _seconds_until(parsedate_to_datetime, event.get("NotBefore"))
                 return Notice(self.name, event["EventType"].lower(), 0.0 if started else when)
         return None
-
-    def _is_ours(self, event: dict[str, Any]) -> bool:
-        """Whether an event names this machine: the service lists all events of the scale set."""
-        machine = self._get("instance/compute/name?api-version=2021-02-01&format=text")
-        return machine.strip().lower() in [str(name).lower() for name in event["Resources"]]
 
     def _get(self, path: str) -> str:
         url = f"{self.address}/metadata/{path}"
@@ -167,11 +163,7 @@ def parse_sources(text: str, address: str = ADDRESS, dmi: Path = DMI) -> list[No
     Args:
         text: "aws", "gcp", "azure", "file:<path>" and "auto", separated by commas; may be empty.
             "auto" is the cloud that this machine is in, if it is one of the three.
-        address: URL of the metadata service.
         dmi: folder with the firmware's description of the machine.
-
-    Raises:
-        ValueError: `text` has another word.
     """
     sources: dict[str, NoticeSource] = {}
     for word in (part.strip() for part in text.split(",")):
@@ -215,39 +207,32 @@ def watch(
     stop: threading.Event,
     poll_seconds: float = POLL_SECONDS,
 ) -> threading.Thread | None:
-    """Poll the sources in a daemon thread until `stop` is set. Called once per node, by its agent.
+    """Poll the sources in a daemon thread, once per node. Returns the thread; None without sources.
 
     Args:
         sources: from `parse_sources`. A source that fails is logged once, and polled again.
         notify: called in the thread, once for each source and `Notice.what`. Must not raise.
         stop: ends the thread, after its current request.
-        poll_seconds: pause between two polls of all sources.
-
-    Returns:
-        The thread; None without sources.
     """
     if not sources:
         return None
     reported: set[tuple[str, str]] = set()
     failing: set[str] = set()
 
-    def look(source: NoticeSource) -> None:
-        try:
-            notice = source.look()
-        except Exception as error:  # one source's failure must not stop the other sources
-            if source.name not in failing:
-                failing.add(source.name)
-                reason = f"{type(error).__name__}: {error}"
-                logger.warning("no notices from %s now, still trying: %s", source.name, reason)
-            return
-        if notice and (notice.source, notice.what) not in reported:
-            reported.add((notice.source, notice.what))
-            notify(notice)
-
     def work() -> None:
         while not stop.is_set():
             for source in sources:
-                look(source)
+                try:
+                    notice = source.look()
+                except Exception as error:  # one source's failure must not stop the other sources
+                    if source.name not in failing:
+                        failing.add(source.name)
+                        why = f"{type(error).__name__}: {error}"
+                        logger.warning("no notices from %s now, still trying: %s", source.name, why)
+                    continue
+                if notice and (notice.source, notice.what) not in reported:
+                    reported.add((notice.source, notice.what))
+                    notify(notice)
             stop.wait(poll_seconds)
 
     thread = threading.Thread(target=work, name="perdure-cloud", daemon=True)
@@ -256,7 +241,6 @@ def watch(
 
 
 def _request(url: str, headers: dict[str, str], method: str = "GET") -> tuple[int, str]:
-    """Returns (status, text) of an HTTP response."""
     request = urllib.request.Request(url, headers=headers, method=method)
     with _opener.open(request, timeout=REQUEST_SECONDS) as response:
         return response.status, response.read(MAX_ANSWER).decode()
@@ -276,7 +260,6 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _seconds_until(parse: Callable[[str], datetime], text: object) -> float | None:
-    """Seconds from now to the time in `text`, at least 0; None where it cannot be parsed."""
     try:
         when = parse(str(text))
     except ValueError:

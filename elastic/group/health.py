@@ -2,8 +2,8 @@
 
 [Note: checks] The checks of cores, GPUs and links each run in a child process: a GPU may hang for
 ever, a broken driver may kill the process, and the agent, which forks, must never initialise CUDA.
-The child prints the name of each core or GPU before it checks it, so that a check that never ends
-is reported with that name. All checks run at the same time, each with a time-out.
+The child prints the name of each core or GPU before the check, so that a check that never ends is
+reported with that name. All checks run at the same time, each with a time-out.
 
 Folders and the network are checked in threads, which cost less than processes. A thread that waits
 for a dead server is abandoned.
@@ -51,7 +51,6 @@ class HealthProblem:
 
     @property
     def refuses(self) -> bool:
-        """Whether this problem keeps the node from joining."""
         return self.check not in WARNING_ONLY
 
     def __str__(self) -> str:
@@ -60,7 +59,7 @@ class HealthProblem:
 
 @dataclass(frozen=True)
 class NodeHealth:
-    """The result of all checks of this machine."""
+    """What the checks of this machine found."""
 
     problems: Sequence[HealthProblem]
     domain: str
@@ -84,8 +83,6 @@ def check_node(
         folders: recipe key → path that the ranks need.
         network: whether the job has other nodes.
         root: folder that contains `sys`; `/` outside of tests.
-        seconds: time-out of each check.
-        gpu_seconds: time-out of the check of all GPUs.
     """
     checks = [
         _Check("compute", seconds, _Check.run_child),
@@ -97,15 +94,15 @@ def check_node(
     if Path("/dev/nvidiactl").exists():
         checks.append(_Check("gpu", gpu_seconds, _Check.run_child))
         checks.append(_Check("nvlink", gpu_seconds, _Check.run_child))
-    return NodeHealth(_run(checks), "".join(check.domain for check in checks))
+    problems = [problem for check in checks for problem in check.result()]
+    return NodeHealth(problems, "".join(check.domain for check in checks))
 
 
 def check_folders(
     folders: Mapping[str, str], *, seconds: float = SECONDS
 ) -> Sequence[HealthProblem]:
-    """Returns problems of the filesystems under `folders`, which maps recipe keys to paths. A
-    missing path is no problem of its filesystem."""
-    return _run(_folder_checks(folders, seconds))
+    """Returns problems of the filesystems under `folders`, which maps recipe keys to paths."""
+    return [problem for check in _folder_checks(folders, seconds) for problem in check.result()]
 
 
 def _folder_checks(folders: Mapping[str, str], seconds: float) -> list["_Check"]:
@@ -117,15 +114,9 @@ def _folder_checks(folders: Mapping[str, str], seconds: float) -> list["_Check"]
     return checks
 
 
-def _run(checks: Sequence["_Check"]) -> list[HealthProblem]:
-    # All checks begin before the first is awaited, so they take as long as the slowest.
-    for check in checks:
-        check.start()
-    return [problem for check in checks for problem in check.result()]
-
-
 class _Check:
-    """A check that runs in a thread, which is abandoned if it exceeds its time-out."""
+    """A check that runs in a thread, which is abandoned if it exceeds its time-out. The thread
+    starts when this object is created, so that several checks run at the same time."""
 
     def __init__(
         self, name: str, seconds: float, run: Callable[["_Check"], None], advice: str = ""
@@ -133,10 +124,8 @@ class _Check:
         self.at, self.seconds, self.advice, self.domain = name, seconds, advice, ""
         self._run, self._problems = run, list[HealthProblem]()
         self._process: subprocess.Popen[str] | None = None
+        self._deadline = time.monotonic() + seconds
         self._thread = threading.Thread(target=self._work, name=f"check-{name}", daemon=True)
-
-    def start(self) -> None:
-        self._deadline = time.monotonic() + self.seconds
         self._thread.start()
 
     def add_problem(self, what: str) -> None:
@@ -154,7 +143,7 @@ class _Check:
         return list(self._problems)
 
     def run_child(self) -> None:
-        """Run this check in a child process, `main`, and collect the problems that it prints."""
+        """Run this check in a child process, and collect the problems that the process prints."""
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "elastic.group.health", self.at],
             stdin=subprocess.DEVNULL,
@@ -199,8 +188,22 @@ def _check_store(round_trip: Callable[[], float], check: _Check) -> None:
 
 
 def _check_folder(path: Path, check: _Check) -> None:
+    """List a folder or read one byte of a file. If `path` is missing, use its nearest parent."""
     try:
-        probe_path(path)
+        while True:
+            try:
+                mode = os.stat(path).st_mode
+                break
+            except FileNotFoundError:
+                path = path.parent
+        if stat.S_ISDIR(mode):
+            with os.scandir(path) as entries:
+                next(entries, None)  # one entry shows that the filesystem answers
+        else:
+            with open(path, "rb") as file:
+                file.read(1)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass  # the path is wrong, not its filesystem: the code that opens the path reports that
     except OSError as error:
         check.add_problem(f"{error.strerror}{check.advice}")
 
@@ -218,11 +221,8 @@ Finding = tuple[str, str | None]
 
 def pattern(size: int, module: Any) -> tuple[Any, Any, Any, Any]:
     """Returns (left, right, row weights, column weights): int64 matrices of shape (size, size) and
-    vectors of length `size`, as arrays of `module` (numpy or torch).
-
-    Matrix elements are within ±8. So every sum in left @ right is an integer below 2^24 in
-    magnitude, and is not rounded in float32, nor in TF32 with float32 sums.
-    """
+    vectors of length `size`, as arrays of `module` (numpy or torch). Every sum in left @ right is
+    an integer below 2^24 in magnitude, so neither float32 nor TF32 with float32 sums rounds it."""
     index = module.arange(size)
     rows, columns = index[:, None], index[None, :]
     left = (3 * rows + 5 * columns + rows * columns) % 17 - 8
@@ -237,11 +237,8 @@ GOLDEN = {SIZE: -1139798349, GPU_SIZE: -72314594004}
 
 
 def check_compute() -> Iterator[Finding]:
-    """Multiply matrices whose product is known, on each core: one forked process pinned to each.
-
-    A core that computes wrongly raises no error (Hochschild et al., Cores that don't count, 2021),
-    and corrupts the state of all ranks.
-    """
+    """Multiply matrices whose product is known, in a process pinned to each core. A core that
+    computes wrongly raises no error (Hochschild et al., Cores that don't count, 2021)."""
     yield "compute", None
     import numpy as np
 
@@ -295,7 +292,6 @@ def check_gpus() -> Iterator[Finding]:
 
 
 def main(arguments: list[str]) -> None:
-    """Run one check and print each result as a line of JSON."""
     die_with_parent()
     if arguments == ["nvlink"]:
         from elastic.group.nvml import read_links
@@ -309,44 +305,9 @@ def main(arguments: list[str]) -> None:
         print(json.dumps({"at": at, "problem": problem}), flush=True)
 
 
-NOT_MOUNT_ERRORS = (FileNotFoundError, NotADirectoryError, PermissionError)
-"""Errors that `probe_path` ignores: the path is wrong, not the filesystem. The code that opens the
-path later reports them."""
-
-
-def probe_path(path: Path) -> None:
-    """List a folder or read one byte of a file. If `path` is missing, use its nearest parent.
-
-    Raises:
-        OSError: the filesystem fails.
-    """
-    try:
-        while True:
-            try:
-                mode = os.stat(path).st_mode
-                break
-            except FileNotFoundError:
-                if path == path.parent:
-                    return
-                path = path.parent
-        if stat.S_ISDIR(mode):
-            with os.scandir(path) as entries:
-                # One entry shows that the filesystem answers.
-                next(entries, None)
-        else:
-            with open(path, "rb") as file:
-                file.read(1)
-    except NOT_MOUNT_ERRORS:
-        return
-
-
 def describe_mount(path: Path, root: Path = Path("/")) -> str:
     """Describe the mount that `path` is on, such as ` (nfs4 server:/export on /mnt)`; empty for the
-    root filesystem, or if /proc has no answer. Reads only /proc, as the filesystem may hang.
-
-    Args:
-        root: folder that contains `proc`; `/` outside of tests.
-    """
+    root filesystem, or if /proc has no answer. Reads only `root`/proc, as a filesystem may hang."""
     try:
         lines = (root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

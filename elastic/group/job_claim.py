@@ -3,9 +3,9 @@
 [Note: claim] A key of the store, named after the job, holds the fingerprint of the secret, a
 counter and a mark. The first node of a job creates an empty file in the run directory, named by a
 random mark, and writes the key by compare-and-swap. Another node joins if it has the same secret
-and sees that file in its own run directory. Otherwise it is refused while the counter rises; the
-first node of the membership raises it. A key whose counter stands still belongs to a job that has
-ended, and is overwritten.
+and sees that file in its own run directory. Otherwise that node is refused while the counter rises,
+which the first node of the membership raises. A key whose counter stands still belongs to a job
+that has ended, and is overwritten.
 
 Anybody can write to the key, so it decides only about nodes that start, never about a job that
 trains. After the store has restarted without its data, a new job may take the key before the job
@@ -18,7 +18,7 @@ import re
 import secrets
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic.group.job_secret import SECRET_FILE, Secret, SecretError
@@ -40,7 +40,6 @@ class JobClaim:
     """The value of a job's key in the store, see [Note: claim]."""
 
     fingerprint: str
-    """`Secret.fingerprint` of the job's secret."""
     counter: int
     """Rises while the job runs."""
     mark: str
@@ -51,7 +50,6 @@ class JobClaim:
 
     @staticmethod
     def decode(data: bytes | None) -> "JobClaim | None":
-        """Parse a value of the store; returns None if the value is no claim."""
         pattern = rb"([0-9a-f]{16}) ([0-9]{1,18}) (-|[0-9a-f]{16})"
         existing = re.fullmatch(pattern, data or b"")
         if not existing:
@@ -59,26 +57,15 @@ class JobClaim:
         fingerprint, counter, mark = existing.groups()
         return JobClaim(fingerprint.decode(), int(counter), mark.decode())
 
-    def same_world(self, other: "JobClaim") -> bool:
-        """Whether two claims have the same secret and the same run directory."""
-        return (self.fingerprint, self.mark) == (other.fingerprint, other.mark)
-
 
 def claim_key(run_id: str) -> str:
     return f"perdure/{run_id}/secret"
 
 
 def claim(client: StoreClient, run_id: str, secret: Secret, directory: str | None) -> JobClaim:
-    """Join the job that holds the claim in the store, or write a claim for a new job. Takes
-    STALE_SECONDS where the existing claim may be that of a job that has ended.
-
-    Returns:
-        The claim of the job that this node belongs to.
-
-    Raises:
-        SecretError: another job of this name runs. The message says what differs and what to do.
-        StoreLostError: the store does not answer.
-    """
+    """Join the job that holds the claim in the store, or write a claim for a new job; returns the
+    job's claim. Takes STALE_SECONDS where the existing claim may be that of a job that has ended.
+    Raises SecretError if another job of this name runs, or StoreLostError."""
     key, created = claim_key(run_id), ""
     own: JobClaim | None = None
     try:
@@ -91,7 +78,7 @@ def claim(client: StoreClient, run_id: str, secret: Secret, directory: str | Non
             if data and (now := _next_value(client, key, data)):
                 after = JobClaim.decode(now)
                 # The counter rises: the other job runs, unless a third job has written the claim.
-                if why and existing and after and after.same_world(existing):
+                if why and existing and after and after == replace(existing, counter=after.counter):
                     raise SecretError(why)
                 continue
             created = created or _make_mark(directory)
@@ -134,8 +121,7 @@ def _mismatch(existing: JobClaim, run_id: str, secret: Secret, directory: str | 
 
 
 def _next_value(client: StoreClient, key: str, data: bytes) -> bytes | None:
-    """Wait until the value of a key is no longer `data`; returns the new value, or None if the
-    value does not change within STALE_SECONDS."""
+    """Wait until the value of a key is no longer `data`; None after STALE_SECONDS."""
     deadline = time.monotonic() + STALE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.1)
@@ -151,16 +137,14 @@ def _path(directory: str, mark: str) -> Path:
 def _make_mark(directory: str | None) -> str:
     """Create a mark file in `directory`; returns its random mark, or "" if that fails."""
     mark = secrets.token_hex(8)
-    if directory is None:
-        return ""
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        os.close(os.open(_path(directory, mark), flags, 0o600))
-    # The code that writes to the run directory later reports the error.
-    except OSError:
-        return ""
-    return mark
+    if directory is not None:
+        # The code that writes to the run directory later reports an error.
+        with suppress(OSError):
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            os.close(os.open(_path(directory, mark), flags, 0o600))
+            return mark
+    return ""
 
 
 def _remove_marks(directory: str, created: str, kept: bool) -> None:

@@ -20,8 +20,7 @@ SECRET_FILE = "PERDURE_SECRET_FILE"
 """Environment variable: path of the file with the job's secret. An agent sets it for its ranks."""
 DEFAULT_NAME = ".secret"
 """Name of the secret file in the run directory, used if no other file is named."""
-MIN_BYTES = 16
-MAC_CHARACTERS = 64
+MIN_BYTES, MAC_CHARACTERS = 16, 64
 
 
 class SecretError(Exception):
@@ -66,11 +65,7 @@ def _keyed(key: bytes, data: bytes) -> "hashlib.blake2b":
 def find_secret(named: str | None, directory: str | None) -> Secret:
     """Returns the secret of this agent's job: from the file `named`, else from
     $PERDURE_SECRET_FILE, else from a file in the run's `directory`, created if missing. Sets
-    $PERDURE_SECRET_FILE, for the ranks.
-
-    Raises:
-        SecretError: no file is named and there is no `directory`, or the file cannot be used.
-    """
+    $PERDURE_SECRET_FILE, for the ranks. Raises SecretError if there is no usable file."""
     path = named or os.environ.get(SECRET_FILE) or (directory and f"{directory}/{DEFAULT_NAME}")
     if not path:
         raise SecretError(
@@ -84,12 +79,8 @@ def find_secret(named: str | None, directory: str | None) -> Secret:
 
 
 def read_secret(path: Path) -> Secret:
-    """Read the secret in a file.
-
-    Raises:
-        SecretError: the file cannot be read, is too short, or another user could have read or
-            written it.
-    """
+    """Read the secret in a file. Raises SecretError if the file cannot be read, is too short, or
+    another user could have read or written it."""
     try:
         # O_NONBLOCK: opening a pipe must not block
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -119,11 +110,8 @@ def read_secret(path: Path) -> Secret:
 
 def make_secret(path: Path) -> None:
     """Create a file with a new secret that only this user can read, unless the file exists. If
-    nodes call this at the same time, one of them creates the file, and all use its secret.
-
-    Raises:
-        SecretError: the file cannot be created.
-    """
+    nodes call this at the same time, one of them creates the file, and all use its secret. Raises
+    SecretError if that fails."""
     aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         if not path.exists():

@@ -5,7 +5,7 @@ membership document in the store. The rules are in membership.py.
 
   1. The counter of the dead node no longer rises. A node that watches it sees this in
      `Member._read_beats`, and `Leases.lapsed` names the dead node after its lease.
-  2. `revise` removes that node from the document, which `Member._follow` swaps in the store.
+  2. `Member._follow` removes that node from the document, and swaps the document in the store.
   3. Every other node reads the new document and wakes its agent (`Member._adopt`).
   4. The round has lost a node (`round_over`), so torchrun gets 1 from
      `PerdureRendezvous.num_nodes_waiting`, and ends its stand-ins. The agent keeps the training
@@ -80,13 +80,12 @@ knocks after which observers forget a node that has not joined."""
 
 @dataclass
 class Heartbeat:
-    """When this node wrote its heartbeats (its counter in the store) and knocks (its name at the
-    door), and when it has to write the next. Times are by time.monotonic()."""
+    """Times by time.monotonic() at which this node writes heartbeats (its counter in the store) and
+    knocks (its name at the door)."""
 
     count: int = 0
     due: float = 0.0
     sent: NodeRequest | None = None
-    """Request that the last heartbeat carried; None: it carried none."""
     pace: HeartbeatPace = field(default_factory=HeartbeatPace)
     knocks_since: float = 0.0
     """Time of the first knock; 0: this node does not wait at the door."""
@@ -110,8 +109,8 @@ class HeartbeatWatch:
     """`StoreClient.connections` at the last read; a change means that the store restarted."""
 
     def remember(self, names: Sequence[str], inside: Sequence[str], now: float) -> None:
-        """Add `names` to the nodes at the door; drop nodes whose time has expired, and nodes that
-        are `inside` the document by now."""
+        """Add `names` to the nodes at the door. Drop nodes whose time has expired, and nodes
+        `inside` the document."""
         for name in names:
             self.knocking.setdefault(name, (0, now + MISSED_KNOCKS * KNOCK_SECONDS))
         self.knocking = {
@@ -121,9 +120,7 @@ class HeartbeatWatch:
         }
 
     def note(self, node: str, counter: int, request: Mapping[str, object] | None) -> None:
-        """Store the request in a heartbeat of `node`. The request of a node at the door is stored
-        only after its counter has risen, as the heartbeat may be left over from a process that has
-        died."""
+        """Store the request in a heartbeat of `node`."""
         first, until = self.knocking.get(node, (1, 0.0))
         if not first:
             self.knocking[node] = counter, until
@@ -138,44 +135,17 @@ class AnnouncedVersion:
     """The document's version under its own key: nodes read the document only if it changed."""
 
     version: bytes | None = None
-    """Version in the store when this node last read or wrote it."""
+    """Version that this node last read or wrote."""
     state: Membership | None = None
     """Document whose version this node last wrote."""
     due: float = 0.0
     """Time from which a document that differs only in its arrivals is announced."""
 
 
-def revise(
-    document: Membership,
-    changes: Sequence[Change],
-    requests: Mapping[str, NodeRequest],
-    lapsed: Sequence[str],
-    now: float,
-) -> tuple[Membership, list[str]]:
-    """Apply this node's changes, the requests of all nodes, and the loss of nodes whose lease
-    lapsed. `now` is Unix time.
-
-    Returns:
-        (new document, nodes removed because their lease lapsed).
-    """
-    for change in changes:
-        document = change(document)
-    document = heed_all(document, requests, now)
-    lost = [node for node in lapsed if node in document.members or node in document.arrived]
-    for node in lost:
-        document = lose(document, node, now)
-    return document, lost
-
-
 class Member:
     """Follows and changes the membership document for this node, in a thread that `start` starts.
-
-    Args:
-        client: client of the store, used by the thread only.
-        name: name of this node, unique in the job.
-        changed: called from the thread after the document has changed.
-        lease: seconds without a heartbeat after which a node is lost; None: `lease_seconds`.
-    """
+    Only this thread uses `client`, and calls `changed` after the document has changed. `lease`:
+    seconds without a heartbeat after which a node is lost; None: `lease_seconds`."""
 
     def __init__(
         self,
@@ -194,7 +164,6 @@ class Member:
         self._run_id, self._changed, self._lease = run_id, changed, lease
         self._mark, self._young_until = NO_MARK, 0.0
         self._known: Membership | None = None
-        """The document when this node last read or wrote it."""
         self._changes: list[Change] = []
         """Changes of this node that the document in the store does not have yet."""
         self._lock = threading.Lock()
@@ -236,7 +205,7 @@ class Member:
         self.change(partial(report, limits=self.limits))
 
     def expect_loss(self, seconds: float) -> None:
-        """Shorten all leases for the next `seconds`, as some node has probably died."""
+        """Shorten all leases for the next `seconds`, because some node has probably died."""
         self._loss_expected_until = time.monotonic() + seconds
         self.wake.set()
 
@@ -265,7 +234,6 @@ class Member:
         return statuses[1] if statuses and statuses[0] == alarm else None
 
     def wait_for(self, condition: Callable[[Membership], bool], timeout: float) -> bool:
-        """Wait until the document meets `condition`; returns False after `timeout` seconds."""
         with self._news:
             return self._news.wait_for(lambda: condition(self.state), timeout)
 
@@ -289,12 +257,11 @@ class Member:
 
     def _run(self) -> None:
         while not self._end:
-            seconds = self.look()
-            self.wake.wait(seconds)
+            self.wake.wait(self.look())
 
     def look(self) -> float:
         """Read and write the store once; returns the seconds to wait for `wake` before the next
-        call. Called by the thread of this object only, or by tests that do not start it."""
+        call. Called only by the thread of this object."""
         self.wake.clear()  # cleared first, so that a request made during the work sets it again
         try:
             self._follow()
@@ -312,21 +279,19 @@ class Member:
         if self.limits.maximum == 1:  # nobody else changes the document
             return ALONE_SECONDS
         seconds = poll_seconds(spared_nodes(self.state), self._observes(self.state))
-        # A node at the door does not know how many others wait there, so it reads ever less often.
+        # A node at the door does not know how many nodes wait there: it reads ever less often.
         since = self._heartbeat.knocks_since
         waited = time.monotonic() - since if since else 0.0
         return max(seconds, min(waited / 4, KNOCK_SECONDS))
 
     def _observes(self, state: Membership) -> bool:
-        """Whether this node writes the document for other nodes: if it is one of the observers, or
-        there are fewer than OBSERVERS of them and this node would train the same run."""
+        """Whether this node writes the document for other nodes: it is an observer, or there are
+        fewer than OBSERVERS observers and this node would train the same run."""
         first = observers(state)
         few = len(first) < OBSERVERS and not is_foreign(state, self.name, self._identity)
         return few or self.name in first
 
     def _follow(self) -> None:
-        """Write this node's heartbeat if it is due, read the heartbeats of other nodes, and bring
-        the document up to date."""
         keys, now = self.keys, time.monotonic()
         observes, request = self._observes(self.state), self._request
         lapsed: list[str] = []
@@ -368,9 +333,14 @@ class Member:
             requests = {node: one for node, one in self._watch.requests.items() if node in known}
             if request:
                 requests[self.name] = request
-        state, lost = revise(best, changes, requests, lapsed, time.time())
-        for node in lost:
-            logger.warning("node %s is lost: no sign of life", node)
+        state, unix_time = best, time.time()
+        for change in changes:
+            state = change(state)
+        state = heed_all(state, requests, unix_time)
+        for node in lapsed:
+            if node in all_nodes(state):
+                state = lose(state, node, unix_time)
+                logger.warning("node %s is lost: no sign of life", node)
         if state.arrived != self._arrivals[0]:
             self._arrivals = state.arrived, now
         if observes and self.name in state.arrived:
@@ -397,8 +367,6 @@ class Member:
         self._adopt(state)
 
     def _adopt(self, state: Membership) -> None:
-        """Keep `state` as this node's copy of the membership document. If it differs from the copy
-        before, wake the agent and waiting threads."""
         if state != self.state:
             if (state.round, state.generation) != (self.state.round, self.state.generation):
                 self._loss_expected_until = 0.0  # the document shows the loss, or another failure
@@ -422,7 +390,6 @@ class Member:
         self._announced.due = now + poll_seconds(spared_nodes(state), observes=False)
 
     def _beat(self, request: NodeRequest | None) -> None:
-        """Write this node's counter, raised by 1, together with its request and its recent pace."""
         heart, seconds = self._heartbeat, beat_seconds(spared_nodes(self.state))
         now = time.monotonic()
         if self.keys.client.connections != self._watch.connections:
@@ -456,7 +423,7 @@ class Member:
         self.keys.client.set(key, own.encode())
 
     def _nodes_move(self) -> bool:
-        """Whether counters must be read more often, because nodes arrive, leave or may be lost."""
+        """Whether nodes arrive, leave or may be lost, so that counters are read more often."""
         state = self.state
         if time.monotonic() < self._loss_expected_until:
             return True
@@ -465,14 +432,13 @@ class Member:
         return ends or begins or bool(state.closed or self._watch.knocking)
 
     def _read_beats(self, now: float) -> list[str]:
-        """Read the heartbeats of the nodes that this node watches; returns those whose lease
-        lapsed."""
+        """Read the heartbeats of other nodes; returns the nodes whose lease lapsed."""
         watch, client = self._watch, self.keys.client
         beat = beat_seconds(spared_nodes(self.state))
         seconds = self._heartbeat.pace.seconds(beat, now)
         first = observers(self.state)
         if self._observes(self.state):
-            # The first observer reads most often; others read more rarely, in case it has died.
+            # The first observer reads most often; other observers read in case it has died.
             position = first.index(self.name) if self.name in first else OBSERVERS
             watch.due = now + (1 + position) * beat / COUNTS_PER_BEAT
             self._open_door(now)
@@ -514,18 +480,15 @@ class Member:
         return lapsed
 
     def _knock_at_door(self, now: float) -> None:
-        """Append this node's name to the door every KNOCK_SECONDS, so that the observers read its
-        heartbeats."""
         heart = self._heartbeat
         heart.knocks_since = heart.knocks_since or now
-        heart.due = now  # write it at once, so that observers soon see the counter rise
+        heart.due = now  # the next heartbeat at once, so that observers soon see the counter rise
         if now < heart.knock_due:
             return
         heart.knock_due = now + KNOCK_SECONDS
         self.keys.client.append(f"{self.keys.prefix}/door", f"{self.name}\n".encode())
 
     def _open_door(self, now: float) -> None:
-        """Read the names at the door, and remove them from it."""
         key = f"{self.keys.prefix}/door"
         data = self.keys.client.get(key) or b""
         if data:
@@ -534,8 +497,6 @@ class Member:
         self._watch.remember(names, all_nodes(self.state), now)
 
     def _collect_statuses(self, state: Membership) -> None:
-        """Read the statuses that all nodes have published for the current alarm. Does nothing
-        except on the first node of the round."""
         if not state.alarm or state.suspicion or self.name not in state.members[:1]:
             return
         keys = [f"{self.keys.prefix}/standing/{node}" for node in state.members]

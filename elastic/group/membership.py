@@ -6,11 +6,10 @@ generation of training processes. A process that fails costs a generation. A nod
 leaves or joins costs a round.
 
 A node that wants to be in the next round is added to the *arrivals*. The next round begins when
-every node of this one has arrived again, has left, or is lost, and at least `minimum` nodes have
-arrived. So a newcomer changes nothing until the nodes that train have noticed it, finished their
-step and arrived as well. Their ranks have *paused* then, and their requests name the generation in
-which they did. A node whose request names no such generation has lost its ranks without a pause. It
-leaves the round as it arrives, because the other nodes would wait for these ranks.
+every node of this round has arrived again, has left, or is lost, and at least `minimum` nodes have
+arrived. So the nodes that train finish their step, *pause* their ranks and arrive as well. Their
+requests name the generation that paused. A node whose request names none has lost its ranks without
+a pause. It leaves the round as it arrives, because the other nodes would wait for these ranks.
 
 Thousands of nodes cannot all swap one document, nor all read it whenever it may have changed. The
 first nodes in order are its *observers*. All other nodes write their requests (`NodeRequest`) and
@@ -25,11 +24,10 @@ complete no replica wait as spares, until enough other nodes arrive. When a node
 other replicas keep their nodes, so that these keep their state in memory. Nodes of one place are
 neighbours, see topology.py.
 
-Every node raises a counter in the store, its *heartbeat*. A node that sees a counter stand still
-for the length of a *lease*, by its own monotonic clock, removes that node from the document. No
-clocks are compared between machines. On an overloaded machine a counter rises late. So a node
-writes with it how late it recently was, and gets a longer lease. An observer that was late itself
-extends the leases too, as the other nodes may share its machine.
+Every node raises a counter in the store, its *heartbeat*. A node that sees another node's counter
+stand still for the length of a *lease*, by its own monotonic clock, removes that node from the
+document. On an overloaded machine a counter rises late. So a node writes how late it recently was
+beside its counter, and gets a longer lease. An observer that was late itself extends all leases.
 
 A node that would train something else than the nodes in the document, or runs another version of
 this code, only reads the document while one of these nodes lives, and reports the difference. A
@@ -48,7 +46,6 @@ from typing import Any, TypeVar, cast
 from elastic.group.topology import common_levels, group_by_place, is_place, levels, natural_key
 
 BEAT_SECONDS = 0.2
-"""Seconds between two heartbeats of a node; longer in a job of more than NODES_PER_BEAT nodes."""
 NODES_PER_BEAT = 128
 LEASE_SECONDS, MISSED_BEATS = 1.2, 3
 """Shortest lease of a node: in seconds, and as a number of heartbeats at the node's recent pace."""
@@ -56,13 +53,12 @@ DOUBTED_SECONDS, DOUBTED_BEATS = 0.8, 2
 """Shortest lease, in seconds and heartbeats, after a rank has lost its connection to a peer and
 nobody has reported a failure: some node has probably died."""
 POLL_SECONDS = 0.05
-"""Seconds between two reads of the document in a small job."""
 LATE_BEATS, LATE_FACTOR, LATE_SECONDS = 32, 2.0, 2.0
 """If the longest of the last LATE_BEATS gaps between a node's heartbeats exceeds LATE_FACTOR times
 the intended gap, its lease is computed from that longest gap, at most LATE_SECONDS."""
 OBSERVERS = 3
-"""Number of observers: these first nodes watch the counters of all nodes, and the other nodes watch
-only those of the observers."""
+"""Number of observers: these first nodes watch the counters of all nodes, and all other nodes watch
+only the observers' counters."""
 
 
 T = TypeVar("T")
@@ -92,7 +88,8 @@ class Failure:
     at: float
     """Unix time of the failure, by the clock of `node`."""
     error: str = ""
-    """Last line of the exception that ended the process; empty if it was killed, hung or lost."""
+    """Last line of the exception that ended the process, or a note of the agent that the machine
+    had no memory left; else empty."""
     mended: bool = False
     """Whether the process removed the cause before it ended. Such a failure counts towards no limit
     of failures."""
@@ -112,7 +109,6 @@ class JobEnd:
     """The end of a job: all its nodes leave, and no further round begins."""
 
     code: int
-    """Exit code of every process of the job."""
     reason: str
 
 
@@ -124,7 +120,6 @@ class Membership:
     """Rises with every change, so the copy with the highest version is the newest. It begins with
     the job's start in ms of Unix time, so that it exceeds the versions of earlier jobs."""
     round: int = 0
-    """Number of the newest round; 0: none yet."""
     first: int = 1
     """Number of the job's first round. It exceeds 1 where the store has served earlier jobs."""
     job: str = ""
@@ -142,15 +137,12 @@ class Membership:
     size: int = 0
     """Number of nodes with which this round began."""
     unit: int = 1
-    """Number of ranks that together hold one replica of the model in this round."""
     broken: tuple[str, ...] = ()
     """Members whose replica is incomplete because it has lost a node."""
     address: str = ""
     """host:port of the store for this round's ranks, hosted by the node of group rank 0."""
     generation: int = 0
-    """Generation of training processes in this round, counted from 0."""
     arrived: tuple[str, ...] = ()
-    """Nodes that wait for the next round."""
     lost: Failure | None = None
     """Failure that ends this round, such as the loss of a node; None: no failure."""
     cause: Failure | None = None
@@ -164,7 +156,7 @@ class Membership:
     """Number of the current alarm; 0: none. An alarm means that a rank seems to hang, and makes
     every node publish the status of its ranks."""
     suspects: tuple[int, ...] = ()
-    """Ranks that all other ranks wait for, by the statuses of all nodes."""
+    """Ranks that all other ranks wait for."""
     suspicion: str = ""
     """Evidence against the suspects; empty until the statuses have been evaluated."""
     closed: JobEnd | None = None
@@ -198,10 +190,9 @@ class Membership:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a job: sizes of a round, waits before it begins, and failures."""
+    """Limits of a job: sizes of a round, waits before a round begins, and failures."""
 
     minimum: int
-    """Fewest nodes with which a round begins."""
     maximum: int
     most_ranks: int | None = None
     """Largest number of ranks that the global batch can occupy; None: any number."""
@@ -212,8 +203,7 @@ class Limits:
     """Seconds without a further arrival until the first round begins with the nodes that wait. If
     no further node would fit, it begins at once."""
     settle: float = 0.3
-    """Seconds without a further arrival until a later round begins. They are few, as the nodes of a
-    later round are running already."""
+    """Seconds without a further arrival until a later round begins, whose nodes run already."""
     restarts: int = 30
     """Failures within an hour that are answered by a restart; the next failure ends the job."""
     same_step: int = 3
@@ -236,18 +226,13 @@ def arrive(
         state = replace(state, identity=identity, ranks=ranks)
     elif ranks != state.ranks:
         uneven = (*uneven, (node, ranks))
-    places = _placed(state, {node: place})
+    places = _sorted({**dict(state.places), node: place})
     return replace(state, arrived=(*state.arrived, node), uneven=uneven, places=places)
 
 
-def _placed(state: Membership, stated: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Returns `Membership.places` updated by the places in `stated` (node → place)."""
-    return _sorted({**dict(state.places), **stated})
-
-
 def _sorted(stated: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Returns `Membership.places` of the valid places in `stated` (node → place), sorted by node,
-    so that equal places give equal documents."""
+    """Returns `Membership.places` for node → place: valid places only, sorted by node, so that
+    equal places give equal documents."""
     good = (node for node in sorted(stated) if stated[node] and is_place(stated[node]))
     return tuple((node, stated[node]) for node in good)
 
@@ -265,11 +250,11 @@ def enter(
     """Add `node`, which was in no round yet, to the nodes that wait; `now` is Unix time. If the
     document has no other node, `node` begins a new job. While the document has nodes of an ended
     job, nothing changes."""
-    others = {*state.members, *state.arrived} - {node}
-    if node in state.members or node in state.arrived:
+    nodes = all_nodes(state)
+    if node in nodes or (nodes and state.closed):
         return state
-    if others:
-        return state if state.closed else arrive(state, node, ranks, identity, place)
+    if nodes:
+        return arrive(state, node, ranks, identity, place)
     # A node lost in an ended job does not explain the next job's start.
     lost = None if state.closed else state.lost
     fresh = Membership(
@@ -311,13 +296,12 @@ def heed(state: Membership, node: str, request: NodeRequest, now: float) -> Memb
 
 
 def round_over(state: Membership) -> bool:
-    """Whether this round has lost a node. It then begins no further generation."""
+    """Whether this round has lost a node. Such a round begins no further generation."""
     return len(state.members) < state.size
 
 
 def _ends_round(state: Membership, node: str, request: NodeRequest) -> bool:
-    """Whether the arrival of `node` ends this round: its ranks ended without a pause, so the round
-    cannot continue."""
+    """Whether the arrival of `node` ends this round, because its ranks ended without a pause."""
     if round_over(state) or node not in state.members or node in state.arrived:
         return False
     return 0 < request.after >= state.round and request.paused != state.generation
@@ -328,8 +312,8 @@ def heed_all(state: Membership, requests: Mapping[str, NodeRequest], now: float)
     node after another, in time linear in their number."""
     state = leave(state, *(node for node, request in requests.items() if request.leaves))
     arriving = {node: request for node, request in requests.items() if not request.leaves}
-    # A node that finds no other node in the membership document begins a new job. So requests are
-    # applied one by one until the document has two nodes.
+    # A node that is alone in the membership document begins a new job. So requests are applied one
+    # by one until the document has two nodes.
     while arriving and len(all_nodes(state)) < 2:
         node = next(iter(arriving))
         state = heed(state, node, arriving.pop(node), now)
@@ -355,11 +339,12 @@ def heed_all(state: Membership, requests: Mapping[str, NodeRequest], now: float)
     others = tuple(entry for entry in state.uneven if entry[0] not in arrivals)
     ranks = ((node, request.ranks) for node, request in arrivals.items())
     differing = tuple(entry for entry in ranks if entry[1] != state.ranks)
+    places = {node: request.place for node, request in arrivals.items()}
     return replace(
         state,
         arrived=(*state.arrived, *arrivals),
         uneven=(*others, *differing),
-        places=_placed(state, {node: request.place for node, request in arrivals.items()}),
+        places=_sorted(dict(state.places) | places),
     )
 
 
@@ -409,15 +394,13 @@ def close(state: Membership, end: JobEnd) -> Membership:
 
 
 def set_address(state: Membership, round: int, address: str) -> Membership:
-    """Record host:port of the ranks' store in `round`, if that is still the current round."""
     return replace(state, address=address) if state.round == round else state
 
 
 def accuse(state: Membership, round: int, failure: Failure) -> Membership:
     """Record the failure that ends `round` although no node was lost. Later reports are ignored."""
-    if state.closed or state.round != round or state.lost:
-        return state
-    return replace(state, lost=failure)
+    known = state.closed or state.round != round or state.lost
+    return state if known else replace(state, lost=failure)
 
 
 def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
@@ -434,7 +417,12 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
     if state.closed or not set(state.members) <= set(state.arrived):
         return state
     replicas = _fitting(state, _candidates(state, limits.unit), limits)
-    chosen = _nodes(_side_by_side(state, replicas))
+    where = {node: levels(place) for node, place in state.places}
+    chosen = _nodes(
+        group_by_place(
+            replicas, lambda nodes: common_levels([where.get(node, ()) for node in nodes])
+        )
+    )
     if len(chosen) < limits.minimum:
         return state
     # The node "" stands for a node that may still arrive.
@@ -445,7 +433,7 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
         return state
     # The number in a node's place (`rack3#17`) orders only nodes that wait.
     places = dict(state.places)
-    places |= {node: "/".join(levels(places[node])) for node in chosen if node in places}
+    places |= {node: "/".join(where[node]) for node in chosen if node in places}
     return replace(
         state,
         round=state.round + 1,
@@ -546,22 +534,12 @@ def _near(state: Membership, nodes: Sequence[str], unit: int) -> list[Replica]:
     return result
 
 
-def _side_by_side(state: Membership, replicas: Sequence[Replica]) -> list[Replica]:
-    """Sort replicas so that replicas of one place are adjacent."""
-    where = {node: levels(place) for node, place in state.places}
-    return group_by_place(
-        replicas, lambda nodes: common_levels([where.get(node, ()) for node in nodes])
-    )
-
-
 def fail(
     state: Membership, round: int, generation: int, failure: Failure, limits: Limits
 ) -> Membership:
     """Record a failed training process, and react: begin the next generation, remove the process's
-    node, or end the job with a reason.
-
-    Later reports for the same generation change nothing, as one failure makes the other ranks fail
-    too. A node that computes wrongly (`Failure.unfit`) is removed even then."""
+    node, or end the job with a reason. One failure makes the other ranks fail too, so later reports
+    for the same generation change nothing, unless the node computes wrongly (`Failure.unfit`)."""
     if failure.unfit:
         return _expel(state, failure, limits)
     if state.closed or (state.round, state.generation) != (round, generation):
@@ -584,9 +562,9 @@ def fail(
     if again:  # a kill from outside in a later step shows that the run got past this step
         row = counted[counted.index(same[0]) :]
         again = all(item.step <= failure.step for item in row)
-    again = again and (
-        len(ranks) == 1 or (bool(failure.error) and len(set(map(_normalised_error, same))) == 1)
-    )
+    # Numbers in the texts of one error differ between ranks and attempts.
+    errors = {re.sub(r"0x[0-9a-fA-F]+|\d+", "#", item.error) for item in same}
+    again = again and (len(ranks) == 1 or (bool(failure.error) and len(errors) == 1))
     spared = _can_spare(state, failure.node, limits)
     often = f"{limits.same_step} times in a row in step {failure.step}"
     # If all failures are on one node, the job may continue without that node.
@@ -608,7 +586,6 @@ def fail(
 
 
 def _expel(state: Membership, failure: Failure, limits: Limits) -> Membership:
-    """Remove a node that computes wrongly, or end the job if the other nodes are too few."""
     if state.closed or failure.node not in state.members:
         return state
     state = replace(end_alarm(state), failures=(*state.failures, failure)[-limits.restarts - 1 :])
@@ -622,13 +599,11 @@ def _expel(state: Membership, failure: Failure, limits: Limits) -> Membership:
 
 
 def _can_spare(state: Membership, node: str, limits: Limits) -> bool:
-    """Whether the other nodes suffice for a round without `node`."""
     without = _candidates(leave(state, node), limits.unit)
     return len(_nodes(_fitting(state, without, limits))) >= limits.minimum
 
 
 def _send_away(state: Membership, failure: Failure, how: str) -> Membership:
-    """Remove the node of `failure` from this round and the next; `how` is the reason."""
     others = tuple(entry for entry in state.struck if entry.node != failure.node)
     lost = replace(failure, rank=None, why=f"sent away: {how}")
     return replace(leave(state, failure.node), struck=(*others, failure), lost=lost)
@@ -642,12 +617,6 @@ def _continue(state: Membership, failure: Failure) -> Membership:
     if set(state.members) & set(state.arrived):
         return replace(leave(state, failure.node), lost=failure)
     return replace(state, generation=state.generation + 1)
-
-
-def _normalised_error(failure: Failure) -> str:
-    """Returns the error text of `failure` with # for every number, as numbers differ between ranks
-    and attempts."""
-    return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", failure.error)
 
 
 def strikes(state: Membership, failure: Failure) -> int:
@@ -670,7 +639,6 @@ def raise_alarm(state: Membership, round: int, generation: int) -> Membership:
 
 
 def record_suspects(state: Membership, alarm: int, ranks: Sequence[int], reason: str) -> Membership:
-    """Record the ranks that all other ranks wait for, perhaps none, and the evidence (`reason`)."""
     # The alarm has ended since its statuses were read.
     if state.alarm != alarm:
         return state
@@ -678,7 +646,6 @@ def record_suspects(state: Membership, alarm: int, ranks: Sequence[int], reason:
 
 
 def end_alarm(state: Membership) -> Membership:
-    """End the alarm without naming a suspect."""
     return replace(state, alarm=0, suspects=(), suspicion="")
 
 
@@ -686,7 +653,6 @@ def end_alarm(state: Membership) -> Membership:
 
 
 def beat_seconds(nodes: int) -> float:
-    """Seconds between two heartbeats of a node in a job of `nodes` nodes."""
     return BEAT_SECONDS * max(1.0, nodes / NODES_PER_BEAT)
 
 
@@ -696,7 +662,6 @@ class HeartbeatPace:
 
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=LATE_BEATS))
     last: float | None = None
-    """Time of the last heartbeat; None: unknown."""
 
     def beat(self, now: float) -> None:
         if self.last is not None:
@@ -704,8 +669,7 @@ class HeartbeatPace:
         self.last = now
 
     def skip(self) -> None:
-        """Leave out the gap that follows the last heartbeat: the store caused it, not this
-        machine."""
+        """Leave out the gap after the last heartbeat, because the store has caused that gap."""
         self.last = None
 
     def seconds(self, due: float, now: float) -> float:
@@ -731,7 +695,6 @@ def poll_seconds(nodes: int, observes: bool) -> float:
 
 
 def all_nodes(state: Membership) -> list[str]:
-    """All nodes in the membership document, in order."""
     return list(dict.fromkeys((*state.members, *state.arrived)))
 
 
@@ -755,14 +718,12 @@ def ranks_of(state: Membership, node: str) -> int:
 
 
 def spared_nodes(state: Membership) -> int:
-    """Number of nodes for which heartbeats and reads must become rarer, to spare the store: those
-    of the round, or those that wait for the next round if they are more."""
+    """Number of nodes by which heartbeats and reads become rarer, to spare the store: the nodes of
+    this round or, if more, the nodes that wait for the next round."""
     return max(state.size, len(state.members), len(state.arrived))
 
 
 def differ_only_in_arrivals(before: Membership, after: Membership) -> bool:
-    """Whether two documents differ at most in their arrivals. Until a round begins, these concern
-    only the observers."""
     ignored: dict[str, Any] = {"version": 0, "arrived": (), "uneven": (), "places": ()}
     return replace(before, **ignored) == replace(after, **ignored)
 
@@ -795,9 +756,9 @@ class Leases:
 
 
 def newer(own: Membership | None, stored: Membership | None) -> Membership | None:
-    """Returns the newest of two copies of the document; None if there is none. A restarted store is
-    empty or has an older copy, and the first node with a newer copy writes it back. A new job that
-    began on the empty store has lower round numbers, so the older job's copy counts as newer."""
+    """Returns the newest of two copies of the document. A restarted store is empty or has an older
+    copy, and the first node with a newer copy writes it back. A new job that began on the empty
+    store has lower round numbers, so the older job's copy counts as newer."""
     if own and stored and stored.job != own.job and stored.round < own.round:
         return own
     copies: Sequence[Membership] = [copy for copy in (own, stored) if copy is not None]

@@ -12,7 +12,6 @@ from pathlib import Path
 
 PORTS, INTERFACES = "sys/class/infiniband", "sys/class/net"
 PAUSE_SECONDS = 0.2
-"""Time between two readings of error counters."""
 PORT_ERRORS = (
     *("symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors"),
     *("local_link_integrity_errors", "excessive_buffer_overrun_errors"),
@@ -36,7 +35,6 @@ class AdapterPort:
     state: str
     """ACTIVE, DOWN, INIT or ARMED."""
     enabled: bool
-    """False if the port is administratively disabled."""
     rate: float
     """Link speed in Gb/s."""
     errors: Mapping[str, int]
@@ -45,13 +43,8 @@ class AdapterPort:
 def network_problems(
     root: Path, environment: Mapping[str, str], pause: float = PAUSE_SECONDS
 ) -> list[str]:
-    """Returns one line for each fault of the network: what is wrong, and what to do.
-
-    Args:
-        root: folder that contains `sys`; `/` outside of tests.
-        environment: variables of the ranks, among them the settings of NCCL and gloo.
-        pause: seconds between two readings of error counters.
-    """
+    """Returns one line for each fault of the network: what is wrong, and what to do. `root`: folder
+    that contains `sys`; `/` outside of tests. `environment`: variables of the ranks."""
     before = _counters(root, environment)
     # Only counters that rise now indicate a fault; old errors do not.
     if before:
@@ -130,7 +123,6 @@ def _interface_problems(root: Path, environment: Mapping[str, str]) -> Iterator[
 
 
 def _ports(root: Path, environment: Mapping[str, str]) -> Iterator[AdapterPort]:
-    """Yield the ports that NCCL would use if none had a fault."""
     folder = root / PORTS
     if not folder.is_dir() or environment.get(NO_HCA) == "1":
         return
@@ -170,7 +162,7 @@ def _selected(port: str, setting: str) -> bool:
 
 
 def _counters(root: Path, environment: Mapping[str, str]) -> dict[str, Mapping[str, int]]:
-    """Returns name → error counters, for each port and each interface that is in use."""
+    """Returns name → error counters of each port and interface in use."""
     selected = {
         port.name: port.errors for port in _ports(root, environment) if port.state == "ACTIVE"
     }
@@ -188,7 +180,6 @@ def _numbers(folder: Path, names: tuple[str, ...]) -> dict[str, int]:
 
 
 def _read(path: Path) -> str:
-    """Returns the text of a file of /sys; empty if the file is missing or cannot be read."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

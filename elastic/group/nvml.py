@@ -11,7 +11,6 @@ from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
 PAUSE_SECONDS = 0.2
-"""Time between two readings of error counters."""
 MAX_LINKS = 64
 """Highest number of NVLinks of a GPU. On a GPU with fewer, the query for the next link fails."""
 NO_FABRIC, FABRIC_COMPLETED = 0, 3
@@ -43,7 +42,6 @@ class GpuLinks:
     name: str
     """Product name from the driver."""
     up: frozenset[int] = frozenset()
-    """Numbers of the links that are up."""
     down: frozenset[int] = frozenset()
     errors: int = 0
     """Sum of the error counters of all links."""
@@ -54,15 +52,8 @@ class GpuLinks:
 
 
 class Nvml:
-    """NVIDIA's management library, initialised until `close`.
-
-    Args:
-        library: file name, as dlopen(3) resolves it.
-
-    Raises:
-        OSError: the library is missing.
-        NvmlError: there is no driver.
-    """
+    """NVIDIA's management library, initialised until `close`. Raises OSError if the library is
+    missing, and NvmlError if there is no driver."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         self._library = ctypes.CDLL(library)
@@ -73,11 +64,7 @@ class Nvml:
         self._call("nvmlShutdown")
 
     def gpus(self) -> list[GpuLinks]:
-        """Returns the links of every visible GPU, in the driver's order.
-
-        Raises:
-            NvmlError: a GPU does not answer.
-        """
+        """Returns the links of every visible GPU. Raises NvmlError if a GPU does not answer."""
         count = ctypes.c_uint()
         self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
         return [self._gpu(index) for index in range(count.value)]
@@ -124,10 +111,8 @@ def domain_of(gpus: Sequence[GpuLinks]) -> str:
 
 
 def link_problems(before: Sequence[GpuLinks], after: Sequence[GpuLinks]) -> list[str]:
-    """Returns one line for each fault of a node's NVLinks: what is wrong, and what to do.
-
-    `before` and `after` are two readings of all GPUs of the node. A GPU without links has no fault
-    if no GPU of the same product in this node has links."""
+    """Returns one line for each fault of a node's NVLinks, by two readings of all its GPUs: what is
+    wrong, and what to do. GPUs without links have no fault if no GPU of their product has links."""
     problems = []
     for index, (then, now) in enumerate(zip(before, after, strict=True)):
         most = max(len(gpu.up) for gpu in after if gpu.name == now.name)
@@ -152,11 +137,8 @@ def link_problems(before: Sequence[GpuLinks], after: Sequence[GpuLinks]) -> list
 
 
 def read_links(library: str = LIBRARY) -> tuple[list[str], str]:
-    """Returns (link problems of this node, its NVLink domain); ([], "") without NVML.
-
-    Raises:
-        NvmlError: a GPU does not answer.
-    """
+    """Returns (link problems of this node, its NVLink domain); ([], "") without NVML. Raises
+    NvmlError if a GPU does not answer."""
     try:
         nvml = Nvml(library)
     except OSError:

@@ -23,16 +23,11 @@ class Permutation:
     A Feistel network over the next power of two. Its rounds change the two halves of a value in
     turn, by `mix` of the other half. Values outside the range are permuted again until they fall
     into it (Black & Rogaway 2002). There are six rounds, or eight for sizes below 4096: with these
-    the permutations pass this project's statistical tests.
+    the permutations pass this project's statistical tests. Each integer of the `key` changes the
+    whole permutation.
     """
 
     def __init__(self, size: int, *key: int, rounds: int | None = None) -> None:
-        """
-        Args:
-            size: at least 1.
-            key: any integers; each changes the whole permutation.
-            rounds: number of rounds, for tests only; None: six, or eight for sizes below 4096.
-        """
         self.size = size
         # each half of a Feistel network needs at least one bit
         bits = max(2, (size - 1).bit_length())

@@ -18,20 +18,7 @@ ORDER_VERSION = 1
 class Sampler:
     """The sample indices of this rank in each step; created by `elastic.sampler`. Iterating yields
     a list of indices for each forward pass, without end, from step `done` + 1 on. Thus a sampler
-    can be the `batch_sampler` of torch's `DataLoader`.
-
-    Args:
-        size: samples of the data set.
-        global_batch: samples per optimizer step, over all ranks.
-        micro_batch: largest number of samples of a rank in one pass; None: a step is one pass.
-        seed: seed of the order; None: the samples in the order of the data set.
-        rank: rank of this process among the ranks that share the batch.
-        ranks: number of ranks that share the batch.
-
-    Raises:
-        ValueError: there are fewer samples than `global_batch`, or `global_batch` is smaller than
-            `ranks`.
-    """
+    can be the `batch_sampler` of torch's `DataLoader`."""
 
     def __init__(
         self,
@@ -119,8 +106,6 @@ class Sampler:
             yield from self.step(done)
 
     def _rows(self, first: int) -> list[tuple[int, ...]]:
-        """Returns the positions of the samples of each pass of this rank, in the global batch that
-        begins at position `first`."""
         return [micro.positions for micro in self._plan.micro_batches(self._rank, first)]
 
     def _samples(self, positions: tuple[int, ...]) -> list[int]:

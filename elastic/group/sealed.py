@@ -5,9 +5,8 @@ key. Ranks put the addresses of their connections into the store (and NCCL's id)
 replaces an address can intercept the traffic of two ranks. `SealedStore` derives the name of every
 key, and a MAC over its value, from a secret of the job's round. A value that does not verify is
 treated as missing, even if it was valid under another key, in another round or generation, or for
-an earlier job. For GUARDED_SECONDS after a process has set a value, it checks that the value is
-unchanged, and else sets it again. So a stranger who overwrites or deletes values can delay a round,
-not change it.
+an earlier job. For GUARDED_SECONDS after a process has set a value, the process sets it again if it
+has changed. So a stranger who overwrites or deletes values can delay a round, not change it.
 
 Counters (`add`) are added up by the store itself and not sealed. Whoever lists the store's keys may
 change a counter, so that a barrier opens early or never.
@@ -35,8 +34,8 @@ after `set`."""
 FIRST_LOOK_SECONDS = 0.25
 """Seconds before the first check: by then undisturbed ranks have connected to each other."""
 LOOK_SECONDS, MAX_LOOK_SECONDS = 0.02, 2.0
-"""Shortest and longest time between two checks. Between these bounds it is a tenth of the time
-since somebody last changed a value."""
+"""Shortest and longest time between two checks, which otherwise is a tenth of the time since
+somebody last changed a value."""
 FORGED_SECONDS = 0.005
 """Seconds between two reads of a value that does not verify."""
 
@@ -52,7 +51,6 @@ class JobKeys:
         self._secret = secret.derive("membership")
 
     def seal(self, key: str, text: bytes) -> bytes:
-        """Returns the value to store under `key` for `text`."""
         return self._secret.seal(key, text)
 
     def open(self, key: str, data: bytes | None) -> bytes | None:
@@ -69,7 +67,6 @@ class JobKeys:
         return text
 
     def put(self, name: str, text: bytes) -> None:
-        """Seal `text`, and write it to the job's key `name`."""
         key = f"{self.prefix}/{name}"
         self.client.set(key, self.seal(key, text))
 
@@ -147,7 +144,6 @@ class SealedStore(dist.Store):
         return secret.open(name, now) or b""
 
     def add(self, key: str, number: int) -> int:
-        """Add to a counter. Counters are not sealed."""
         return int(self._store.add(self._sealed_name(key)[0], number))
 
     def delete_key(self, key: str) -> bool:
@@ -167,7 +163,6 @@ class SealedStore(dist.Store):
         return self
 
     def _sealed_name(self, key: str) -> tuple[str, Secret]:
-        """Returns (name of a key in the store, secret that seals its value)."""
         secret = self._secret.derive(f"{self._scope} {key}")
         return secret.derive("name").key.hex(), secret
 
@@ -175,12 +170,10 @@ class SealedStore(dist.Store):
         return time.monotonic() + (timeout or self.timeout).total_seconds()
 
     def _read(self, key: str) -> bytes | None:
-        """Returns the value of a key; None if it is missing or does not verify."""
         name, secret = self._sealed_name(key)
         return self._verified(key, name, secret) if self._store.check([name]) else None
 
     def _await(self, key: str, deadline: float) -> bytes:
-        """Wait until the key has a value that verifies, and return it."""
         name, secret = self._sealed_name(key)
         while True:
             left = max(deadline - time.monotonic(), 0.1)
@@ -207,8 +200,7 @@ class SealedStore(dist.Store):
         return value
 
     def _guard(self, end: threading.Event) -> None:
-        """Watch the values that this process has set, and set them again if others change or delete
-        them. Runs in a thread, until GUARDED_SECONDS after the last `set`."""
+        """The thread that sets this process's values again if others change or delete them."""
         try:
             # `end` is set when the process ends, which must not wait for the first check.
             if end.wait(FIRST_LOOK_SECONDS):

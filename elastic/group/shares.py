@@ -10,9 +10,10 @@ change only for a lasting gain:
 - Each window shows what fraction of its time the best shares for these paces would have saved. The
   excess of this fraction over GAIN adds up over windows, and at ENOUGH the shares change. So a
   large gain takes a few windows, and a small gain as many as it takes to tell it from noise.
-- Once the shares have changed, they change again only for GAIN_AGAIN, until a rank's pace has moved
-  by MOVED. Without this rule a rank that stayed 5 to 12 % slower changed the shares two to six
-  times in 300 windows, since noise took its pace across the border of ALIKE.
+- Once the shares have changed, GAIN_AGAIN replaces GAIN until the pace of a rank, relative to the
+  median rank, has changed by the fraction MOVED. Without this rule a rank that stayed 5 to 12 %
+  slower changed the shares two to six times in 300 windows, as noise took its pace across the
+  border of ALIKE.
 """
 
 from collections.abc import Sequence
@@ -23,18 +24,8 @@ from statistics import median
 
 from elastic.group.batch_plan import BatchPlan
 
-KEPT = 5
-"""Newest windows from which a rank's median is taken."""
-ALIKE = 0.1
-"""Relative difference from the median rank below which a rank counts as equally fast."""
-GAIN, GAIN_AGAIN = 0.05, 0.12
-"""Fraction of the step time that new shares must save: GAIN for the first change, and after a
-rank's pace has moved by MOVED; otherwise GAIN_AGAIN."""
-MOVED = 0.25
-"""Relative difference between a rank's pace now and its pace when the shares last changed, above
-which the rank counts as moved."""
-ENOUGH = 1.5
-"""Sum over windows of the fraction saved above GAIN or GAIN_AGAIN, at which the shares change."""
+KEPT, ALIKE, MOVED = 5, 0.1, 0.25
+GAIN, GAIN_AGAIN, ENOUGH = 0.05, 0.12, 1.5
 PASS_COST = 0.2
 """Fixed cost of a pass that all ranks run in lockstep, as a number of sequences of the median rank.
 It keeps the number of passes small."""
@@ -55,8 +46,7 @@ class ShareBalance:
     """Pace of each rank when the shares last changed, divided by that of the median rank; empty:
     the shares have not changed yet."""
     _saved: float = 0.0
-    """Sum over windows of the fraction saved above GAIN or GAIN_AGAIN, never below 0. At ENOUGH the
-    shares change."""
+    """Sum over windows of the fraction saved above GAIN or GAIN_AGAIN, never below 0."""
 
     @property
     def paces(self) -> list[float]:
@@ -67,12 +57,8 @@ class ShareBalance:
         return [usual if abs(pace / usual - 1) < ALIKE else pace for pace in paces]
 
     def window(self, paces: Sequence[float]) -> bool:
-        """Add a measurement; returns whether `plan` has changed.
-
-        Args:
-            paces: seconds per sequence of each rank. If a rank measured nothing (0, or not finite),
-                the window is dropped.
-        """
+        """Add a measurement, seconds per sequence of each rank; returns whether `plan` has changed.
+        The window is dropped if a rank measured nothing (0, or not finite)."""
         if not all(isfinite(pace) and pace > 0 for pace in paces):
             return False
         self._seen = [*self._seen, tuple(paces)][-KEPT:]
@@ -95,14 +81,9 @@ class ShareBalance:
 
 
 def best_plan(plan: BatchPlan, paces: Sequence[float], micro_batch: int) -> BatchPlan:
-    """Return the plan of the same global batch whose predicted step is the shortest.
-
-    Args:
-        plan: any plan of these ranks. If it has one pass, the result has one pass, too, because
-            further passes need memory for gradients.
-        paces: seconds per sequence of each rank.
-        micro_batch: largest number of sequences of a pass.
-    """
+    """Return the plan of the same global batch whose predicted step is the shortest. A plan of one
+    pass keeps one pass, because further passes need memory for gradients. `paces`: seconds per
+    sequence of each rank. `micro_batch`: largest number of sequences of a pass."""
     single = plan.passes == 1
     if plan.fixed or not plan.lockstep:
         size, most = (plan.micro_batch, 1) if plan.fixed else (micro_batch, micro_batch)
@@ -123,19 +104,9 @@ def best_plan(plan: BatchPlan, paces: Sequence[float], micro_batch: int) -> Batc
 
 
 def fastest_shares(paces: Sequence[float], units: int, most: int | None = None) -> tuple[int, ...]:
-    """Returns the number of units of each rank, at least 1, that minimises the time of the slowest
-    rank.
-
-    Each unit goes to the rank that would finish it first, which is optimal for equal units.
-
-    Args:
-        paces: seconds per unit of each rank.
-        units: number of units of all ranks together.
-        most: largest number of units of a rank; None: any number.
-
-    Raises:
-        ValueError: there are fewer units than ranks, or more than `most` for each rank.
-    """
+    """Returns the number of units of each rank, from 1 to `most`, that minimises the time of the
+    slowest rank. Each unit goes to the rank that would finish it first, which is optimal for equal
+    units. `paces`: seconds per unit of each rank. Raises ValueError if no such numbers exist."""
     ranks, most = len(paces), units if most is None else most
     if not ranks <= units <= most * ranks:
         raise ValueError(f"{units} units do not fit {ranks} ranks of which each takes 1 to {most}")
@@ -151,15 +122,10 @@ def fastest_shares(paces: Sequence[float], units: int, most: int | None = None) 
 
 
 def step_seconds(plan: BatchPlan, paces: Sequence[float]) -> float:
-    """Return the predicted seconds of a step's passes.
+    """Return the predicted seconds of a step's passes, from the seconds per sequence of each rank.
 
-    Ranks wait for each other at the end of a step. In lockstep they do so after each pass, where a
-    rank with no sequence left computes a sequence with weight 0.
-
-    Args:
-        plan: plan of the step.
-        paces: seconds per sequence of each rank.
-    """
+    Ranks wait for each other at the end of a step; in lockstep after each pass, where a rank with
+    no sequence left computes a sequence with weight 0."""
     shares = [len(plan.units_of(rank)) for rank in range(plan.world_size)]
     kinds = set(zip(shares, paces, strict=True))  # a set, as most ranks are alike
     if not plan.lockstep:

@@ -32,9 +32,7 @@ END_SECONDS, CUT_SECONDS = 0.5, 10.0
 """Seconds that store threads have to end when the process does: by themselves, and after their
 connections are cut. A thread that is connecting needs up to CONNECT_SECONDS."""
 NO_VALUE = "\0nothing"
-"""Text that no key ever has as value."""
 STORE_ERRORS = (dist.DistNetworkError, dist.DistStoreError, ConnectionError)
-"""Errors that torch raises if a store is unreachable."""
 
 
 class StoreLostError(Exception):
@@ -42,13 +40,8 @@ class StoreLostError(Exception):
 
 
 class StoreClient:
-    """A client that reconnects after a restart of the store.
-
-    Args:
-        patience: seconds to retry while the store does not answer.
-
-    Every method raises StoreLostError once `patience` has passed.
-    """
+    """A client that reconnects after a restart of the store. Every method raises StoreLostError if
+    the store does not answer for `patience` seconds."""
 
     def __init__(self, host: str, port: int, patience: float) -> None:
         self.host, self.port, self.patience = host, port, patience
@@ -58,13 +51,7 @@ class StoreClient:
 
     def get(self, key: str) -> bytes | None:
         """Returns the value of a key; None if it has none."""
-
-        def read(store: dist.TCPStore) -> bytes | None:
-            # One round trip, as compare_set returns `expected` for a key without a value.
-            current = store.compare_set(key, NO_VALUE, NO_VALUE)
-            return None if current == NO_VALUE.encode() else current
-
-        return self.call(read)
+        return self.call(lambda store: _value(store, key))
 
     def set(self, key: str, value: bytes) -> None:
         self.call(lambda store: store.set(key, cast(str, value)))
@@ -89,18 +76,10 @@ class StoreClient:
         """Returns the values of several keys; None for a key without a value."""
 
         def read(store: dist.TCPStore) -> list[bytes | None]:
-            try:
-                return (
-                    list(store.multi_get(list(keys)))
-                    if store.check(list(keys))
-                    else one_by_one(store)
-                )
-            except dist.DistStoreError:
-                return one_by_one(store)
-
-        def one_by_one(store: dist.TCPStore) -> list[bytes | None]:
-            current = [store.compare_set(key, NO_VALUE, NO_VALUE) for key in keys]
-            return [None if item == NO_VALUE.encode() else item for item in current]
+            with suppress(dist.DistStoreError):
+                if store.check(list(keys)):
+                    return list(store.multi_get(list(keys)))
+            return [_value(store, key) for key in keys]
 
         return self.call(read) if keys else []
 
@@ -141,6 +120,18 @@ class StoreClient:
         return self._connection
 
 
+def connect_store(host: str, port: int, seconds: float) -> dist.TCPStore:
+    """Connect to a store, with a time-out of `seconds` for each call."""
+    wait = timedelta(seconds=seconds)
+    return dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
+
+
+def _value(store: dist.TCPStore, key: str) -> bytes | None:
+    # One round trip, as compare_set returns `expected` for a key without a value.
+    current = store.compare_set(key, NO_VALUE, NO_VALUE)
+    return None if current == NO_VALUE.encode() else current
+
+
 class _Connection:
     """A TCPStore used by one thread of its own. If a cable is unplugged, a TCPStore waits for an
     answer as long as TCP retransmits, for minutes. So a connection that does not answer is
@@ -176,13 +167,7 @@ class _Connection:
         while task := self._todo.get():
             action, answer = task
             try:
-                store = store or dist.TCPStore(
-                    host,
-                    port,
-                    is_master=False,
-                    timeout=timedelta(seconds=CONNECT_SECONDS),
-                    wait_for_workers=False,
-                )
+                store = store or connect_store(host, port, CONNECT_SECONDS)
                 self._open = True
                 answer.put((action(store), None))
             except Exception as error:
@@ -199,13 +184,10 @@ _process_ends = threading.Event()
 def run_store_thread(
     work: Callable[[], None], end: Callable[[], None], port: int, name: str
 ) -> None:
-    """Run work() in a daemon thread that ends before the interpreter does. If a call of torch
-    returned to a thread while the interpreter shuts down, the process would abort with SIGABRT.
-
-    Args:
-        work: calls a TCPStore.
-        end: called from another thread; makes work() return after its current call.
-    """
+    """Run work(), which calls a TCPStore, in a daemon thread that ends before the interpreter does.
+    If a call of torch returned to a thread while the interpreter shuts down, the process would
+    abort with SIGABRT. `end`: called from another thread; makes work() return after its current
+    call."""
 
     def run() -> None:
         _threads[threading.current_thread()] = end, port
@@ -250,7 +232,7 @@ def _cut(ports: set[int]) -> None:
 
 
 def _join(calls: StoreThreads, seconds: float) -> None:
-    """Wait up to `seconds` for all threads, and remove ended threads from `calls`."""
+    """Wait up to `seconds` for all threads. Remove ended threads from `calls`."""
     deadline = time.monotonic() + seconds
     for thread in list(calls):
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -259,15 +241,13 @@ def _join(calls: StoreThreads, seconds: float) -> None:
 
 
 def host_store(host: str, port: int) -> dist.TCPStore:
-    """Host a store in this process, for as long as the returned object lives.
+    """Host a store in this process, for as long as the returned object lives. Raises OSError if
+    that is not possible.
 
     Args:
         host: address for clients. A loopback address makes the store listen there only, any other
             on every interface.
         port: port to listen on; 0: any free port. The result's `port` is the port in use.
-
-    Raises:
-        OSError: the port is taken, or the store cannot be created.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     # each client takes a descriptor, and the usual limit is 1024

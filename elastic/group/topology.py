@@ -31,26 +31,17 @@ MAX_LEVELS, MAX_NAME_LENGTH = 4, 40
 """Largest number of names in a place, and of characters per name, as every node reads all
 places."""
 MAX_DESCRIBED = 8
-"""Largest number of places that `describe_places` lists."""
 _NAME = rf"[!\"$-.0-~]{{1,{MAX_NAME_LENGTH}}}"
 _PLACE = re.compile(rf"({_NAME}(/{_NAME}){{0,{MAX_LEVELS - 1}}})?(#[0-9]{{1,9}})?", re.ASCII)
 
 
 def is_place(text: object) -> bool:
-    """Whether `text`, perhaps from another node, is a place or empty."""
     return isinstance(text, str) and _PLACE.fullmatch(text) is not None
 
 
 def own_place(environment: Mapping[str, str], domain: str = "") -> str:
-    """Returns the place of this node; empty: unknown.
-
-    Args:
-        environment: variables of this node: PERDURE_PLACE, and those of a Slurm step.
-        domain: NVLink domain of the node's GPUs; empty if they reach no other node.
-
-    Raises:
-        ValueError: the value of PERDURE_PLACE is not a place.
-    """
+    """Returns the place of this node; empty: unknown. Raises ValueError if PERDURE_PLACE is not a
+    place. `domain`: NVLink domain of the node's GPUs; empty if they reach no other node."""
     if PLACE in environment:
         place = environment[PLACE]
         if not is_place(place):
@@ -95,13 +86,9 @@ def natural_key(text: str) -> list[str | int]:
 def group_by_place(
     items: Sequence[T], where: Callable[[T], Sequence[str]], depth: int = 0
 ) -> list[T]:
-    """Sort items so that items of one place are adjacent, at every level of places. Places keep the
-    order of their first items, and items of one place keep their order.
-
-    Args:
-        where: returns an item's `levels`.
-        depth: level at which to begin.
-    """
+    """Sort items so that items of one place are adjacent, at every level of places from `depth` on.
+    Places keep the order of their first items, and items of one place keep their order. `where`:
+    returns an item's `levels`."""
     groups: dict[str | None, list[T]] = {}
     for item in items:
         path = where(item)

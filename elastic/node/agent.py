@@ -1,17 +1,17 @@
 """The agent of a node: a thread in torchrun's process that runs the training processes of its
 ranks.
 
-[Note: node] torchrun starts a stand-in per rank (standin.py). It restarts the stand-ins when a node
-joins, leaves or is lost. A stand-in sends its program to the agent, over a Unix socket. The agent
-has the zygote (zygote.py) fork a process that runs the program. When a training process fails, the
-agent records the failure in the membership document, and a new generation of training processes
-begins. The agents of all nodes then recall the processes of the old generation, which continue as
-ranks of the new generation (recall.py), or kill them. They fork processes for the ranks that have
-none. torchrun does not notice a new generation.
+[Note: node] torchrun starts a stand-in per rank (standin.py). torchrun restarts the stand-ins when
+a node joins, leaves or is lost. A stand-in sends its program to the agent, over a Unix socket. The
+agent has the zygote (zygote.py) fork a process that runs the program. When a training process
+fails, its agent records the failure in the membership document, and a new generation of training
+processes begins. The agents of all nodes then recall the processes of the old generation, which
+continue as ranks of the new generation (recall.py), or kill them, and fork processes for the ranks
+that have none. torchrun does not notice a new generation.
 
-One thread does all this, one message at a time. It never waits for the store. The thread of
-`Member` waits for it, and wakes the agent's thread when the membership document has changed.
-`NodeAgent._look` shows, in order, what follows from a change.
+One thread handles one message at a time. It never waits for the store: the thread of `Member` does,
+and wakes the agent's thread when the membership document has changed. `NodeAgent._look` shows, in
+order, what follows from a change.
 """
 
 import json
@@ -70,8 +70,8 @@ LAUNCHED_AT = "PERDURE_LAUNCHED_AT"
 launch, or of the failure or membership change that caused a restart."""
 LOOK_SECONDS = 0.1
 GONE_SECONDS = 10.0
-"""Longest wait for a killed process before its successor starts. A process that has not ended by
-then hangs in the kernel."""
+"""Longest wait for a killed process before its successor starts. If the killed process has not
+ended by then, it hangs in the kernel."""
 RESERVE_AGAIN_SECONDS = 60.0
 """Seconds until the next reserve process, after one has ended without becoming a rank."""
 
@@ -83,9 +83,7 @@ class NodeRound:
     number: int = 0
     generation: int = 0
     size: int = 0
-    """Number of nodes in the round."""
     pausing: bool = False
-    """Whether the agent has requested the ranks to pause."""
     stopping: bool = False
     """Whether torchrun is ending its processes for the ranks (the stand-ins), because the
     membership changed or one of them died."""
@@ -104,23 +102,19 @@ class NodeAgent:
     leaving: int = 0
     """Exit code of this node after a notice that makes it leave; 0: it stays."""
     refused: int = 0
-    """Number of connections refused because the agent has not started the process."""
     _round: NodeRound = field(default_factory=NodeRound)
     _ranks: dict[int, LocalRank] = field(default_factory=dict)
     _kept: dict[int, LocalRank] = field(default_factory=dict)
     """Local rank → rank whose stand-in has ended, while its process waits for the next round."""
     _reserve: ReserveProcess | None = None
     _reserves: int = 0
-    """Number of reserve processes started so far."""
     _no_reserve_until: float = 0.0
     _ending: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Key of a killed process that has not ended yet → (local rank, time of the kill)."""
     _reached: int = 0
-    """Highest step that a rank of this node has reported."""
     _oom_kills: int = field(default_factory=oom_kills)
-    """Result of `oom_kills` at the last failure."""
     _companions: dict[tuple[str, ...], Companion] = field(default_factory=dict)
-    """(module, arguments) → companion. Companions outlive the ranks that requested them."""
+    """(module, argument, …) → companion, which outlives the ranks that requested it."""
 
     def __post_init__(self) -> None:
         self._zygote = first_zygote()
@@ -143,26 +137,26 @@ class NodeAgent:
     def start(self) -> None:
         self._thread.start()
 
+    # Methods without an underscore may be called from any thread.
+
     def facts(self, timeout: float) -> JobFacts | None:
-        """Wait until the zygote has sent the program's description of the job, and return this
-        description; None after `timeout` seconds. Called from any thread."""
+        """Returns the program's description of the job, for which the zygote may take `timeout`
+        seconds; None after that."""
         with suppress(TimeoutError):
             return self._facts.result(timeout)
         return None
 
     def folders(self, timeout: float) -> Mapping[str, str]:
-        """Returns recipe key → path that the ranks need, once the zygote has sent them; empty if
-        that takes longer than `timeout` seconds. Called from any thread."""
+        """Returns recipe key → path that the ranks need, for which the zygote may take `timeout`
+        seconds; empty after that."""
         with suppress(TimeoutError):
             return self._folders.result(timeout)
         return {}
 
     def wake(self) -> None:
-        """Make the thread read the membership document now. Called from any thread."""
         self._waker.send(b"w")
 
     def stop(self) -> None:
-        """End all training processes, companions and the zygote. Called from any thread."""
         seconds = HURRIED_SECONDS if self.leaving else FAREWELL_SECONDS
         end_companions(self._companions.values(), seconds)
         self._end = True
@@ -172,8 +166,8 @@ class NodeAgent:
         self._zygote.end()
 
     def paused(self) -> int | None:
-        """Returns the generation in which all ranks of this node have paused; None if a rank of
-        this node has not paused, or there is no rank."""
+        """Returns the generation in which all ranks of this node have paused; None if some have
+        not, or there is no rank."""
         generation, ranks = self._round.generation, list(self._ranks.values())
         paused = bool(ranks) and all(rank.code == EXIT_PAUSED for rank in ranks)
         return generation if paused else None
@@ -185,8 +179,7 @@ class NodeAgent:
 
     def leave(self, how: str, code: int = EXIT_REQUEUE) -> None:
         """Make the ranks save, pause and then end with `code`, because this machine will be taken
-        away or the user ends it. `how` is the cause. Called from any thread, or a signal handler.
-        """
+        away or the user ends the job on it. `how` is the cause, for the log."""
         if not self.leaving:
             logger.warning("this node must leave the job (%s): saving after this step", how)
         self.leaving = self.leaving or code  # the first notice decides the exit code
@@ -236,7 +229,11 @@ class NodeAgent:
             return
         self._read_progress()
         if self._round.number == state.round and self._round.generation != state.generation:
-            self._begin_generation(state.generation)
+            self._round.generation, self._round.pausing = state.generation, False
+            for rank in self._ranks.values():
+                rank.code = None
+                if not self._recall(rank):
+                    self._kill(rank)
         self._replace_late()
         self._launch()
         self._keep_reserve()
@@ -245,28 +242,17 @@ class NodeAgent:
             self._leave(state)
 
     def _read_progress(self) -> None:
-        """Read the step of each rank, and whether a rank has received a signal to leave."""
-        if lost_output():
-            for local_rank in self._ranks:
-                self.page.set_mute(local_rank)
+        mute = lost_output()
         for local_rank in self._ranks:
+            if mute:
+                self.page.set_mute(local_rank)
             progress = self.page.read(local_rank)
             self._reached = max(self._reached, progress.step)
             if not self.leaving and progress.noticed:
                 self.leave("a signal")
 
-    def _begin_generation(self, generation: int) -> None:
-        """Recall the processes of the generation before, to continue in this one (recall.py). Kill
-        the processes that cannot be recalled."""
-        self._round.generation, self._round.pausing = generation, False
-        for rank in self._ranks.values():
-            rank.code = None
-            if not self._recall(rank):
-                self._kill(rank)
-
     def _leave(self, state: Membership) -> None:
-        """Request a pause of all ranks, and dismiss this node's ranks once all of them have ended.
-        Called after a notice to leave."""
+        """Request a pause of all ranks. Once all have ended, dismiss this node's ranks."""
         self.pause()
         alone = state.round == self._round.number and round_over(state)
         if alone or all(self.page.read(local_rank).safe for local_rank in self._ranks):
@@ -288,7 +274,6 @@ class NodeAgent:
     # --- stand-ins ---------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        """Accept a connection, if it comes from a process that this agent has started."""
         connection, _ = self._listener.accept()
         pid, uid, _ = struct.unpack(
             "3i",
@@ -316,7 +301,9 @@ class NodeAgent:
         if "run" in message:
             self._admit(connection, descriptors)
         elif "companion" in message:
-            self._accompany(tuple(message["companion"]))
+            words = tuple(message["companion"])
+            if words not in self._companions or not self._companions[words].lives:
+                self._companions[words] = Companion(words)
         elif "notice" in message:
             if not self._round.stopping:
                 self.leave(message["notice"])
@@ -368,18 +355,14 @@ class NodeAgent:
         if rank.process and not self._recall(rank):
             self._kill(rank)
 
-    def _accompany(self, words: tuple[str, ...]) -> None:
-        if words not in self._companions or not self._companions[words].lives:
-            self._companions[words] = Companion(words)
-
     def _on_stand_in_gone(self, connection: socket.socket) -> None:
-        """Drop the rank of a stand-in, torchrun's process for the rank, which has ended or is about
-        to end. If torchrun will start a new stand-in and the rank's process can be recalled, keep
-        the process for the next round; otherwise kill it."""
+        """Drop the rank of a stand-in, torchrun's process for the rank, which ends. If torchrun
+        will start a new stand-in, and the rank's process can be recalled, the process waits for the
+        next round; otherwise it is killed."""
         for local_rank, rank in list(self._ranks.items()):
             if rank.connection is connection:
                 del self._ranks[local_rank]
-                if self._round.stopping and self._keep(rank):
+                if self._round.stopping and self._send_rank(rank, {"stop": True}, []):
                     self._kept[local_rank] = rank
                 else:
                     self._kill(rank)
@@ -410,7 +393,6 @@ class NodeAgent:
     # --- starting processes ------------------------------------------------------------------
 
     def _launch(self) -> None:
-        """Start a process for every rank of this round that has no process and no exit code."""
         for local_rank, rank in self._ranks.items():
             if rank.process or rank.code is not None or rank.round != self._round.number:
                 continue
@@ -438,7 +420,6 @@ class NodeAgent:
         return ours
 
     def _environment(self, local_rank: int) -> dict[str, str]:
-        """Returns the environment variables of a rank for the current generation."""
         self.page.withdraw_pause(local_rank)
         if self._round.pausing or self.leaving:
             self.page.request_pause(local_rank, leaving=bool(self.leaving))
@@ -483,7 +464,6 @@ class NodeAgent:
         return False
 
     def _drop_reserve(self) -> None:
-        """Forget the reserve process, which has ended."""
         if self._reserve:
             if self._reserve.process.recall:
                 self._reserve.process.recall.close()
@@ -494,24 +474,17 @@ class NodeAgent:
 
     def _recall(self, rank: LocalRank) -> bool:
         """Make a rank's process continue in the current generation; returns False if it cannot."""
+        environment = self._environment(rank.local_rank)
+        message = {"generation": "{}.{}".format(*self._round.key), "env": environment}
+        return self._send_rank(rank, message, rank.descriptors)
+
+    def _send_rank(
+        self, rank: LocalRank, message: Mapping[str, Any], descriptors: list[int]
+    ) -> bool:
+        """Send a recall, or the stop before it; returns False if no process can be recalled."""
         process = rank.process
         if process is None or process.recall is None or not (process.able or process.recalled):
             return False
-        environment = self._environment(rank.local_rank)
-        message = {"generation": "{}.{}".format(*self._round.key), "env": environment}
-        return self._send_rank(process, message, rank.descriptors)
-
-    def _keep(self, rank: LocalRank) -> bool:
-        """Make a rank's process wait for the next round; returns False if it cannot."""
-        process = rank.process
-        if process is None or not (process.able or process.recalled):
-            return False
-        return self._send_rank(process, {"stop": True}, [])
-
-    def _send_rank(
-        self, process: RankProcess, message: Mapping[str, Any], descriptors: list[int]
-    ) -> bool:
-        assert process.recall
         try:
             socket.send_fds(process.recall, [json.dumps(message).encode()], descriptors)
         except OSError:  # the process has just ended
@@ -546,9 +519,8 @@ class NodeAgent:
             process.recall = None
 
     def _replace_late(self) -> None:
-        """Kill recalled processes that are stuck, or not ready within READY_SECONDS; `_launch`
-        replaces them. Also report each rank that lost a peer, if no node has reported the peer's
-        failure within LOST_SECONDS of the loss."""
+        """Kill recalled processes that are stuck, or not ready within READY_SECONDS. Report each
+        rank that lost a peer, if no node has reported the peer's failure within LOST_SECONDS."""
         now = time.monotonic()
         for rank in self._ranks.values():
             process = rank.process
@@ -578,8 +550,7 @@ class NodeAgent:
             self._ending[process.key] = rank.local_rank, time.monotonic()
 
     def _detach(self, rank: LocalRank) -> RankProcess | None:
-        """Close the socket to the process of `rank`, and leave the rank without a process."""
-        # later reports of the zygote about this process must concern no rank
+        """Take the process from `rank`, so that later reports about it concern no rank."""
         process, rank.process = rank.process, None
         if process and process.recall:
             self._selector.unregister(process.recall)
@@ -587,7 +558,6 @@ class NodeAgent:
         return process
 
     def _end_hanging(self, state: Membership) -> None:
-        """Kill the ranks of this node that are found to hang, and report them."""
         running = {
             rank.rank: rank
             for rank in self._ranks.values()
@@ -618,8 +588,7 @@ class NodeAgent:
             return
         message = json.loads(data)
         if "folders" in message:
-            # A new zygote has replaced the zygote that sent the first answer.
-            if self._folders.done():
+            if self._folders.done():  # an earlier zygote has answered, too
                 self._folders = Future()
             self._folders.set_result(message["folders"])
         elif "facts" in message:
@@ -643,8 +612,7 @@ class NodeAgent:
                     self._on_exit(rank, message["code"])
 
     def _on_exit(self, rank: LocalRank, code: int, how: str = "") -> None:
-        """Handle the exit of a rank's process as `judge_exit` decides. `how`: what is known about
-        the exit besides its code."""
+        """Handle the exit of a rank's process. `how`: what is known besides the exit code."""
         process = self._detach(rank)
         if process and process.recalled:  # the process belonged to a generation that was over
             return
@@ -688,8 +656,6 @@ class NodeAgent:
     # --- zygote ------------------------------------------------------------------------------
 
     def _replace_zygote(self) -> None:
-        """Start another zygote after the zygote has died. The processes that it had forked died
-        with it, so their ranks have failed."""
         self._selector.unregister(self._zygote.socket)
         code = self._zygote.end()
         logger.warning(
@@ -709,7 +675,6 @@ class NodeAgent:
                 self._on_exit(rank, EXIT_FAILED, f"its zygote was ended{by}")
 
     def _request_facts(self) -> None:
-        """Request the job's description from the zygote, which answers after its imports."""
         program = self.program
         self._send_zygote({"describe": [program.package, program.ranks, *program.arguments]})
 
@@ -721,11 +686,9 @@ class NodeAgent:
 
 
 def _listen() -> tuple[socket.socket, str]:
-    """Returns a listening socket for child processes, and the path by which they connect to it.
-
-    Programs received over the socket run as this user, so the socket must have no name that other
-    users could find. Its file is in a folder that nobody else can enter, and is removed at once.
-    What remains is the descriptor under /proc, which only this user can open."""
+    """Returns a listening socket for child processes, and the path by which they connect. Programs
+    received over the socket run as this user, so the socket must have no name that other users
+    could find: its file is removed at once, and only this user can open the path under /proc."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
         short = os.open(folder, os.O_PATH | os.O_CLOEXEC)  # the path of a socket may have 107 bytes

@@ -28,10 +28,7 @@ FAREWELL_SECONDS, HURRIED_SECONDS = 30.0, 5.0
 
 def until_input_ends(niceness: int) -> threading.Event:
     """Make this process a companion; returns an event that is set once its standard input ends.
-
-    Args:
-        niceness: number added to the niceness of this process, as by `os.nice`.
-    """
+    `niceness`: for `os.nice`."""
     # Slurm signals companions too; they go on, as their owner may still send them work.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -49,10 +46,7 @@ def until_input_ends(niceness: int) -> threading.Event:
 
 class Companion:
     """A companion process. Created in a thread that lives as long as the companion is needed.
-
-    Args:
-        words: module, as after `python -m`, and its arguments.
-    """
+    `words`: module, as after `python -m`, and its arguments."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = words
@@ -90,7 +84,6 @@ class Companion:
 
 
 def end_companions(companions: Iterable[Companion], seconds: float) -> None:
-    """End `companions` within `seconds` in total."""
     companions = list(companions)
     # Close all inputs first, so that each companion has the whole time for its last work.
     for companion in companions:
@@ -101,14 +94,9 @@ def end_companions(companions: Iterable[Companion], seconds: float) -> None:
 
 
 def accompany(words: Sequence[str]) -> Callable[[], None]:
-    """Start a companion, unless the node's agent has started it already. Does not wait for it.
-
-    Args:
-        words: module, as after `python -m`, and its arguments.
-
-    Returns:
-        A function to call when this process will send the companion no more work.
-    """
+    """Start a companion, unless the node's agent has started it already. Does not wait until the
+    companion runs. Returns a function to call when this process has no more work for it. `words`:
+    module, as after `python -m`, and its arguments."""
     if NODE_SOCKET not in os.environ:
         companion = Companion(words)
         return lambda: end_companions([companion], FAREWELL_SECONDS)

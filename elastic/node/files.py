@@ -13,8 +13,8 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Container
-from contextlib import suppress
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -29,10 +29,16 @@ _NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR, errno.EACC
 
 def write_whole(path: Path, text: str) -> None:
     """Replace a file. A reader sees the old or the new text, even after a crash."""
+    with _replacement(path) as aside, aside.open("x", encoding="utf-8") as file:
+        file.write(text)
+
+
+@contextmanager
+def _replacement(path: Path) -> Iterator[Path]:
+    """Context with the path of a new file, which replaces `path` at the end."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with aside.open("x", encoding="utf-8") as file:
-            file.write(text)
+        yield aside
         os.replace(aside, path)
     # Otherwise the file with a random name would stay for ever.
     except BaseException:
@@ -49,24 +55,14 @@ def write_new(path: Path, text: str) -> None:
 
 def read_text(path: Path) -> str:
     """Returns the text of a regular file of at most 16 MiB. Never blocks, even if `path` is a pipe.
-
-    Raises:
-        OSError: as in `read_bytes`.
-        ValueError: the file is not UTF-8.
-    """
+    Raises OSError as `read_bytes` does, or ValueError if the file is not UTF-8."""
     return read_bytes(path).decode()
 
 
 def read_bytes(path: Path, most: int = _MOST_BYTES, *, follow: bool = False) -> bytes:
-    """Returns all bytes of a regular file. Never blocks, even if `path` is a pipe.
-
-    Args:
-        most: largest accepted size in bytes.
-        follow: follow links, for a path that the user has named.
-
-    Raises:
-        OSError: the file is missing, a link, not regular, or larger than `most` bytes.
-    """
+    """Returns all bytes of a regular file. Never blocks, even if `path` is a pipe. `follow`: follow
+    links, for a path that the user has named. Raises OSError if the file is missing, a link, not
+    regular, or larger than `most` bytes."""
     with os.fdopen(open_to_read(path, follow=follow), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -75,14 +71,8 @@ def read_bytes(path: Path, most: int = _MOST_BYTES, *, follow: bool = False) -> 
 
 
 def open_to_read(path: Path, *, follow: bool = False) -> int:
-    """Open a regular file for reading; returns the descriptor.
-
-    Args:
-        follow: follow links, for a path that the user has named.
-
-    Raises:
-        OSError: the file is missing, a link, or not regular.
-    """
+    """Open a regular file for reading; returns the descriptor. `follow`: follow links, for a path
+    that the user has named. Raises OSError if the file is missing, a link, or not regular."""
     descriptor = os.open(path, _READ & ~os.O_NOFOLLOW if follow else _READ)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
@@ -92,15 +82,8 @@ def open_to_read(path: Path, *, follow: bool = False) -> int:
 
 def open_to_append(path: Path, trusted: Container[int] = ()) -> int:
     """Open a regular file of this user for appending, created if missing; returns the descriptor.
-
-    Args:
-        path: path of the file. Anything else under this name is renamed.
-        trusted: other users (uids) who may own the file.
-
-    Raises:
-        OSError: the file cannot be opened for writing, or something else under its name cannot be
-            renamed.
-    """
+    Anything else under this name is renamed. `trusted`: other users (uids) who may own the file.
+    Raises OSError if that is not possible."""
     for _ in range(_ATTEMPTS):
         try:
             descriptor = os.open(path, _APPEND, 0o666)
@@ -130,31 +113,20 @@ def open_to_append(path: Path, trusted: Container[int] = ()) -> int:
 def _take_copy(descriptor: int, path: Path) -> None:
     """Replace one name of an open file by a copy; its other hard links keep the original. The copy
     has the same mode, so that nobody can read more than before."""
-    mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    opener = partial(os.open, mode=mode)
-    try:
-        with os.fdopen(os.dup(descriptor), "rb") as old, open(aside, "xb", opener=opener) as new:
-            shutil.copyfileobj(old, new)
-        os.replace(aside, path)
-    except BaseException:
-        with suppress(OSError):
-            aside.unlink()
-        raise
+    opener = partial(os.open, mode=stat.S_IMODE(os.fstat(descriptor).st_mode))
+    with (
+        _replacement(path) as aside,
+        os.fdopen(os.dup(descriptor), "rb") as old,
+        open(aside, "xb", opener=opener) as new,
+    ):
+        shutil.copyfileobj(old, new)
 
 
 def own_directory(path: Path, trusted: Container[int] = ()) -> None:
     """Create a directory that only this user may write to. If this user's directory exists already,
     remove the right of other users to write to it. Follows links of this user; renames a link,
-    file or directory of another user.
-
-    Args:
-        trusted: other users (uids) who may own the directory.
-
-    Raises:
-        OSError: the directory cannot be created, or something of another user under its name
-            cannot be renamed.
-    """
+    file or directory of another user. `trusted`: other users (uids) who may own the directory.
+    Raises OSError if that is not possible."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(_ATTEMPTS):
         with suppress(FileExistsError):
@@ -174,11 +146,8 @@ def own_directory(path: Path, trusted: Container[int] = ()) -> None:
 
 
 def put_aside(path: Path, status: os.stat_result) -> None:
-    """Rename a file that is not this user's, so that its name is free, and log that.
-
-    Raises:
-        PermissionError: the directory forbids it (mode +t); the message says what to do.
-    """
+    """Rename a file that is not this user's, so that its name is free, and log that. Raises
+    PermissionError if the directory forbids it (mode +t)."""
     kind = {stat.S_IFLNK: "a link", stat.S_IFREG: "a file", stat.S_IFDIR: "a directory"}
     what = kind.get(stat.S_IFMT(status.st_mode), "no regular file")
     what += f" of uid {status.st_uid}"
@@ -196,13 +165,8 @@ def put_aside(path: Path, status: os.stat_result) -> None:
 
 
 def is_ours(status: os.stat_result, directory: Path, trusted: Container[int] = ()) -> bool:
-    """Whether a file belongs to this user, to root, or to one of `trusted` (uids).
-
-    Args:
-        status: result of stat() for the file.
-        directory: a folder on the same filesystem.
-        trusted: further users that may own it.
-    """
+    """Whether a file belongs to this user, to root, or to one of `trusted` (uids). `status`: result
+    of stat() for the file; `directory`: a folder on the same filesystem."""
     if status.st_uid in (os.geteuid(), 0) or status.st_uid in trusted:
         return True
     # With root_squash, NFS shows files of root as owned by nobody. So compare with the owner of a

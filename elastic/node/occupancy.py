@@ -54,16 +54,9 @@ class DirectoryHolder:
 
 
 class Occupancy:
-    """Holds a run directory for this process, until `release`.
-
-    Args:
-        folder: the directory, created if missing. If it cannot be written to, nothing is held, and
-            no error is raised: later writes of the run report it.
-        job: see `DirectoryHolder.job`.
-
-    Raises:
-        OccupiedError: another launch trains in the directory.
-    """
+    """Holds a run directory for this process, until `release`. Raises OccupiedError if another
+    launch trains in the directory. If the directory cannot be written to, nothing is held, and no
+    error is raised, because later writes of the run report the error."""
 
     def __init__(self, folder: Path, job: str) -> None:
         self._folder = folder
@@ -97,19 +90,17 @@ class Occupancy:
         try:
             if path.is_symlink():
                 put_aside(path, path.lstat())
-            lock = self._lock
-            if lock is None:
+            if self._lock is None:
                 lock = os.open(path, flags, 0o600)
                 if not is_ours(os.fstat(lock), self._folder):
                     os.close(lock)
                     # The file's owner may hold the lock for ever, so only the record decides.
                     return None
-            self._lock = lock
+                self._lock = lock
         # The lock file is another user's, so only the record decides.
         except PermissionError:
             return None
         try:
-            # LOCK_NB: do not wait for the lock, as its holder may train for days.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return False
@@ -118,11 +109,7 @@ class Occupancy:
         return True
 
     def _wait_for_the_dead(self) -> None:
-        """Return once no launch of another job uses the directory.
-
-        Raises:
-            OccupiedError: another launch trains in the directory.
-        """
+        """Return once no launch of another job uses the directory; else raise OccupiedError."""
         deadline = time.monotonic() + MISSED_BEATS * BEAT_SECONDS
         own, locked, record = self._own, self._try_lock(), _read(self._folder)
         # A process that holds the lock but has no record has just started, or is about to end.
@@ -158,7 +145,6 @@ class Occupancy:
         )
 
     def _renew(self) -> None:
-        """Renew the record every BEAT_SECONDS, until another launch has taken over."""
         while not self._end.wait(BEAT_SECONDS):
             with suppress(OSError):  # storage may be unavailable for a moment
                 record = _read(self._folder)
@@ -178,7 +164,6 @@ class Occupancy:
 
 
 def _read(folder: Path) -> DirectoryHolder | None:
-    """Returns the record in `folder`; None if it is missing or unreadable."""
     try:
         return DirectoryHolder(**json.loads(read_text(folder / RECORD)))
     except (OSError, ValueError, TypeError):

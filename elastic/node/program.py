@@ -54,8 +54,8 @@ class JobFacts:
 
 
 def torchrun_program() -> TorchrunProgram:
-    """Returns the program that torchrun starts, from this process's command line; an empty
-    `TorchrunProgram` if this process is not torchrun."""
+    """Returns the program on this process's command line; an empty `TorchrunProgram` if this
+    process is not torchrun."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     if Path(sys.argv[0]).name != "torchrun" and not (
         module and module.name == "torch.distributed.run"
@@ -74,7 +74,6 @@ def torchrun_program() -> TorchrunProgram:
 
 
 def digest(identity: Mapping[str, str]) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of `JobFacts.identity`."""
     return hashlib.sha256(json.dumps(sorted(identity.items())).encode()).hexdigest()[:16]
 
 
@@ -113,7 +112,6 @@ def read_folders(package: str, arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _module(package: str) -> Any:
-    """Returns the module `facts` of a package; None if the package has none."""
     if not package.isidentifier():
         return None
     spec = find_spec(package)

@@ -31,7 +31,6 @@ _PAUSE, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _PID, _PATIENCE, _MUTE, _ERROR = (
     0, 4, 8, 16, 20, 24, 32, 36, 40, 44,
 )  # fmt: skip
 _FIELDS = struct.Struct("IIQIIdIf")
-"""Fields of an entry except its error text, at the offsets above."""
 PROGRESS = "PERDURE_PROGRESS"
 """Environment variable `DESCRIPTOR:LOCAL_RANK`: descriptor of the `ProgressPage`, and the rank
 whose entry in it this process uses."""
@@ -59,9 +58,7 @@ class RankProgress:
     at: float
     """Time of the report, by time.monotonic(), which all processes of a machine share."""
     noticed: bool
-    """Whether a signal asked the rank to leave."""
     error: str = ""
-    """Exception of the rank in one line; empty: it has not failed."""
     safe: bool = False
     """Whether all state of the rank is in storage, so that it can end without loss."""
     pid: int = 0
@@ -84,29 +81,23 @@ class ProgressPage:
         return cls(descriptor)
 
     def share_secret(self, secret: bytes) -> None:
-        """Write the secret (32 bytes) of the round that begins, for the ranks. Called by the agent.
-        Other users can read arguments of processes, and perhaps files, but not this memory."""
+        """Write the secret (32 bytes) of the round that begins, for the ranks. Other users can read
+        arguments of processes, and perhaps files, but not this memory."""
         self._map[_SECRET : _SECRET + _SECRET_BYTES] = secret
 
     def clear(self, local_rank: int) -> None:
-        """Reset the entry of a rank. Called by the agent before the rank's process starts."""
         start = local_rank * _ENTRY
         self._map[start : start + _ENTRY] = bytes(_ENTRY)
         # The time limit of the first phase counts from now.
         struct.pack_into("d", self._map, start + _AT, time.monotonic())
 
     def request_pause(self, local_rank: int, *, leaving: bool) -> None:
-        """Request that a rank, and thereby all ranks of the job, end after the step. Called by the
-        agent.
-
-        Args:
-            leaving: whether this node leaves, so that its memory will be lost.
-        """
+        """Request that a rank, and thereby all ranks of the job, end after the step. `leaving`:
+        whether this node leaves, so that its memory will be lost."""
         request = PAUSE_TO_LEAVE if leaving else PAUSE
         struct.pack_into("I", self._map, local_rank * _ENTRY + _PAUSE, request)
 
     def withdraw_pause(self, local_rank: int) -> None:
-        """Withdraw the request to pause. Called by the agent."""
         struct.pack_into("I", self._map, local_rank * _ENTRY + _PAUSE, 0)
 
     def set_mute(self, local_rank: int) -> None:
@@ -114,7 +105,6 @@ class ProgressPage:
         struct.pack_into("I", self._map, local_rank * _ENTRY + _MUTE, True)
 
     def read(self, local_rank: int) -> RankProgress:
-        """Return the last report of a rank. Called by the agent."""
         start = local_rank * _ENTRY
         _, noticed, step, phase, safe, at, pid, patience = _FIELDS.unpack_from(self._map, start)
         error = self._map[start + _ERROR : start + _ENTRY].rstrip(b"\0").decode(errors="ignore")
@@ -124,11 +114,8 @@ class ProgressPage:
 
 
 class Pulse:
-    """A rank's own entry in the `ProgressPage`, through which it reports to its agent.
-
-    Args:
-        page: shared with the agent; private to this process if there is no agent.
-    """
+    """A rank's own entry in the `ProgressPage`, through which it reports to its agent. Without an
+    agent the page is private to this process."""
 
     def __init__(self, page: ProgressPage, local_rank: int) -> None:
         self._map, self._start = page._map, local_rank * _ENTRY
@@ -150,8 +137,7 @@ class Pulse:
     def secret(self) -> bytes:
         """The secret of this round; empty if there is no agent. See `join_world`."""
         secret = self._map[_SECRET : _SECRET + _SECRET_BYTES]
-        # a page without an agent has zeros in place of a secret
-        return secret if any(secret) else b""
+        return secret if any(secret) else b""  # without an agent there are only zeros
 
     @property
     def most_free(self) -> int:
@@ -201,8 +187,7 @@ class Pulse:
 
     @property
     def same_error_as_first(self) -> bool:
-        """Whether this rank is not the first of its node, and the first has reported the same
-        error."""
+        """Whether another rank, the first of this node, has reported the same error."""
         own = self._map[self._start + _ERROR : self._start + _ENTRY]
         return self._start > 0 and own == self._map[_ERROR:_ENTRY]
 
@@ -230,7 +215,6 @@ class Pulse:
         return bool(lost_output() or struct.unpack_from("I", self._map, self._start + _MUTE)[0])
 
     def request_patience(self, seconds: float) -> None:
-        """Request a time limit in seconds; see `RankProgress.patience`."""
         struct.pack_into("f", self._map, self._start + _PATIENCE, seconds)
 
     @property
@@ -241,23 +225,18 @@ class Pulse:
         return PAUSE_TO_LEAVE if noticed else int(request) or PAUSE * self.wants_pause
 
 
-LOOK_SECONDS = 0.1
-
-
 def watch_signals(pulse: Pulse) -> None:
     """After SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, the ranks agree on a last step, save and leave. A
     second Ctrl-C ends this process at once. A SIGHUP that is ignored stays ignored. Called in the
     main thread, before other threads start.
 
     A Python signal handler does not run while the main thread is in a collective. So the signals
-    are blocked, in this thread and in threads and processes started later, and a thread waits for
-    them. A data worker must outlive a SIGTERM to its process group until the last step has its
-    data.
+    are blocked, and a thread waits for them. They stay blocked in data workers, which must outlive
+    a SIGTERM to their process group until the last step has its data.
 
-    The agent of a node handles Ctrl-C itself, and ends ranks that have nothing to save. Without it,
-    under torchrun alone, all signals but SIGHUP still kill: torchrun sends SIGTERM to a rank whose
-    peers failed, and this rank may be in a collective that never ends. torchrun forwards a SIGHUP,
-    and kills ranks that have not ended 30 s later."""
+    The agent of a node handles Ctrl-C itself, and ends ranks that have nothing to save. Under
+    torchrun without an agent, all signals but SIGHUP still kill: torchrun sends SIGTERM to a rank
+    whose peers failed, and this rank may be in a collective that never ends."""
     from elastic.world import supervised  # imports torch
 
     notices, restarts = handled_signals(), supervised()
@@ -291,13 +270,11 @@ def _wait(pulse: Pulse, notices: Set[signal.Signals], restarts: bool) -> None:
     number = signal.sigwait(notices)
     logger.warning("%s: saving after this step, then leaving", signal.Signals(number).name)
     pulse.notice(number)
-    # The agent reads from the shared memory that the signal came, and decides when this process
-    # ends.
-    if restarts:
+    if restarts:  # the agent reads the notice, and decides when this process ends
         return
     interrupted = number == signal.SIGINT
     while not pulse.safe:
-        again = signal.sigtimedwait({signal.SIGINT} & notices, LOOK_SECONDS)
+        again = signal.sigtimedwait({signal.SIGINT} & notices, 0.1)
         # a second Ctrl-C ends the process without a save
         if again and interrupted:
             number = signal.SIGINT

@@ -55,7 +55,7 @@ class ReserveProcess:
 
     process: RankProcess
     dumps: int
-    """Descriptor of an in-memory file for its stack dumps."""
+    """Descriptor of the file in memory for its stack dumps."""
     _waits: bool = False
 
     def waits(self) -> bool:
@@ -78,7 +78,7 @@ class LocalRank:
     rank: int
     local_rank: int
     dumps: int
-    """Descriptor of an in-memory file for the stack dumps of its process."""
+    """Descriptor of the file in memory for the stack dumps of its process."""
     process: RankProcess | None = None
     code: int | None = None
     """Exit code of the last process; None: it has not exited."""
@@ -99,20 +99,15 @@ def judge_exit(
     out_of_memory: bool,
     how: str = "",
 ) -> JobEnd | Failure | None:
-    """Decide what the exit of a training process means for the job.
+    """Decide what the exit of a training process means for the job: its end, a failure to report,
+    or nothing (None), if the rank has paused.
 
     Args:
-        rank: rank of the process.
         code: exit code; negative: minus the number of the signal that ended the process.
-        progress: last report of the process.
         blank: a `Failure` with node, step and time of the exit, to be completed.
-        job_done: whether all steps of the run are done.
         first_start: whether the process belonged to the job's first generation.
         out_of_memory: whether the kernel has just killed a process for lack of memory.
         how: what is known about the exit besides its code.
-
-    Returns:
-        The end of the job, or a failure to report, or None if the rank has paused.
     """
     why, error = signal.Signals(-code).name if code < 0 else f"exit code {code}", progress.error
     if how or error:

@@ -2,19 +2,19 @@
 
 [Note: recall] A newly forked process has no CUDA context, no compiled code, and an empty allocator.
 So a rank whose peers have failed keeps its process. Its agent sends it the next generation over a
-socket that it was forked with. A thread of the rank aborts the process groups, so that the main
-thread gets an error in its current or next wait for other ranks. The exception `AttemptRecalled`
-ends the attempt of the main thread, which frees the attempt's state, reports that it is ready, and
-begins the next attempt from the first line, as a new process would. Only waits are interrupted: an
-exception between any two lines could leave state that no `with` cleans up.
+socket. A thread of the rank aborts the process groups, so that the main thread gets an error in its
+current or next wait for other ranks. The exception `AttemptRecalled` ends the attempt of the main
+thread, which frees the attempt's state, reports that it is ready, and begins the next attempt from
+the first line, as a new process would. Only waits are interrupted: an exception between any two
+lines could leave state that no `with` cleans up.
 
 A rank can be recalled once it has completed a step (`able`). If a generation fails earlier, the
 next generation has new processes. A rank that is stuck, or not ready within READY_SECONDS, gets a
 new process.
 
-A node whose ranks can be recalled keeps one process in reserve. That process is no rank yet: it has
-imported and initialised what is slow, and waits for a generation like a recalled rank. It becomes
-the next rank that has no process.
+A node whose ranks can be recalled keeps one process in reserve, which has imported and initialised
+what is slow. It waits for a generation as a recalled rank does, and then becomes a rank that has no
+process.
 
     agent → rank   {"generation": "ROUND.GENERATION", "env": {…}}, with the program's descriptors:
                    continue as a rank of this generation
@@ -48,7 +48,6 @@ SETTLED_SECONDS = 1.0
 """Seconds after a process's first step before its node prepares for the next recovery, as the first
 steps need the cores."""
 ABORT_SECONDS = 0.2
-"""Seconds between two aborts of the process groups, until the attempt has ended."""
 STUCK_SECONDS, IDLE_SHARE = 2.0, 0.1
 """A wait for other ranks normally ends when its connections are shut down. If it still lasts after
 STUCK_SECONDS, and the thread uses less than IDLE_SHARE of a core, it never ends. With gloo this
@@ -71,19 +70,15 @@ class AttemptRecalled(BaseException):
 
 
 class RecallSocket:
-    """A rank's end of the socket over which its agent recalls it. Created in the main thread.
-
-    Args:
-        agent: socket to the agent; None: this process cannot be recalled.
-    """
+    """A rank's end of the socket over which its agent recalls it; without a socket to an `agent`
+    this process cannot be recalled. Created in the main thread."""
 
     def __init__(self, agent: socket.socket | None) -> None:
         self._agent = agent
         self._news = threading.Condition()
         self._next: tuple[str, dict[str, str]] | None = None
-        self._called = self._armed = self._agent_gone = self._aborting = False
+        self.called = self._armed = self._agent_gone = self._aborting = False
         self.allowed = False
-        """Whether the program supports recalls and there is an agent."""
         self.able = False
         """Whether this process has reported to the agent that it can be recalled."""
         self._able_since = 0.0
@@ -105,7 +100,7 @@ class RecallSocket:
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
     def enable(self) -> None:
-        """Report to the agent, after a step, that this process can be recalled from now on."""
+        """Report to the agent that this process can be recalled from now on."""
         if self.allowed:
             self.able, self._able_since = True, time.monotonic()
             self._send({"able": True})
@@ -130,35 +125,26 @@ class RecallSocket:
     def check(self) -> None:
         """Raise `AttemptRecalled` if this attempt has been recalled. Called before received values
         are used: an aborted NCCL collective leaves garbage and raises no error."""
-        if self._called:
+        if self.called:
             raise AttemptRecalled
 
     @property
     def settled(self) -> bool:
-        """Whether this process can be recalled, and could SETTLED_SECONDS ago. Then it is time to
-        prepare for the next recovery."""
+        """Whether this process could be recalled for SETTLED_SECONDS. Then it is time to prepare
+        for the next recovery."""
         return self.able and time.monotonic() > self._able_since + SETTLED_SECONDS
 
-    @property
-    def called(self) -> bool:
-        """Whether this attempt has been recalled."""
-        return self._called
-
     def recalls(self, error: Exception, lost_peer: bool) -> bool:
-        """Returns whether `error` ends only this attempt, and not this process.
-
-        Args:
-            error: raised in the attempt.
-            lost_peer: whether the error only means that another rank is gone.
-        """
-        if not self._called and self.able and lost_peer:
+        """Returns whether `error`, raised in this attempt, does not end the process. `lost_peer`:
+        whether the error only means that another rank is gone."""
+        if not self.called and self.able and lost_peer:
             logger.warning(
                 "a peer is gone, this process stays: %s", plain_text(error).partition("\n")[0]
             )
             self._send({"lost": True})
-            self._called = True
-        self._armed = self._armed and not self._called
-        return self._called
+            self.called = True
+        self._armed = self._armed and not self.called
+        return self.called
 
     def abort(self) -> None:
         """Abort the process groups, and shut down all network connections that this process has
@@ -180,7 +166,7 @@ class RecallSocket:
             if self._next is None:
                 return False
             generation, environment = self._next
-            self._next, self._called, self.able = None, False, False
+            self._next, self.called, self.able = None, False, False
         os.environ.clear()  # no variable of the previous generation may stay
         os.environ.update(environment)
         self._send({"ready": generation})
@@ -209,7 +195,7 @@ class RecallSocket:
                     self._next = message["generation"], environment
                     for descriptor in descriptors:
                         os.close(descriptor)
-                self._called, self._aborting = True, self._armed
+                self.called, self._aborting = True, self._armed
                 self._news.notify_all()
             if self._aborting:
                 try:
@@ -220,9 +206,8 @@ class RecallSocket:
                         self._news.notify_all()
 
     def _abort_attempt(self) -> None:
-        """Abort repeatedly until the attempt has ended, as it may open further connections."""
         over, began, stuck, used = False, time.monotonic(), False, _main_thread_seconds()
-        while not over:
+        while not over:  # repeatedly, as the attempt may open further connections
             self.stop()
             self.abort()
             with self._news:

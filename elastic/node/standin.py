@@ -64,12 +64,8 @@ def is_stand_in() -> bool:
 
 
 def this_program() -> list[str]:
-    """Returns the command line of this process after `python`: a path, or -m and a module; then
-    arguments.
-
-    Raises:
-        RuntimeError: the program has no file that another process could run.
-    """
+    """Returns the command line of this process after `python`. Raises RuntimeError if the program
+    has no file that another process could run."""
     main = sys.modules["__main__"]
     spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec:
@@ -88,13 +84,12 @@ def stand_in_for(program: list[str]) -> NoReturn:
 
 
 def prepare_program(_: tuple[str, ...]) -> None:
-    """Import modules that training loops use. Called in the zygote; see `RankProgram.prepare`."""
+    """Import modules that training loops use, see `RankProgram.prepare`."""
     for module in PREPARED:
         importlib.import_module(module)
 
 
 def run_program(program: list[str]) -> NoReturn:
-    """Run a user's program as a rank until it ends. Called in a fork of the zygote."""
     from elastic.world import leave_world
 
     # Unbuffered, as torchrun starts programs with `python -u`.
@@ -110,7 +105,6 @@ def run_program(program: list[str]) -> NoReturn:
 
 
 def execute(program: list[str]) -> None:
-    """Run a program in this process, as `python` would."""
     first, *arguments = program
     module = first == "-m"
     if module:
@@ -125,7 +119,6 @@ def execute(program: list[str]) -> None:
 
 
 def _run(program: list[str]) -> int:
-    """Run a program; returns its exit code. Reports an error to the agent."""
     from elastic.world import is_lost_peer, read_environment
 
     try:

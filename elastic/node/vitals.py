@@ -83,14 +83,8 @@ class VitalsWatch:
     def look(
         self, pids: Mapping[int, int], progress_by_rank: Mapping[int, RankProgress], now: float
     ) -> dict[int, RankSigns]:
-        """Returns rank → observations of the rank in its current phase. Called at every poll of the
-        watchdog.
-
-        Args:
-            pids: rank → process id; 0 while the rank is being forked.
-            progress_by_rank: rank → its last report.
-            now: time by time.monotonic().
-        """
+        """Returns rank → observations of the rank in its current phase. `pids`: rank → process id;
+        0 while the rank is being forked. `now`: by time.monotonic()."""
         signs = {}
         stolen: float | None = None
         for rank, progress in progress_by_rank.items():
@@ -110,13 +104,8 @@ class VitalsWatch:
     def note(
         self, rank: int, pid: int, entered: float, now: float, vitals: ProcessCounters | None
     ) -> RankSigns:
-        """Record new counters of a rank, and return its observations.
-
-        Args:
-            entered: time at which the rank entered its phase, by time.monotonic().
-            now: time at which `vitals` were read.
-            vitals: counters of its process; None: they were not read.
-        """
+        """Record new counters of a rank, and return its observations. `entered`: time at which the
+        rank entered its phase. `now`: time at which `vitals` were read."""
         if vitals is None:
             self._marks.pop(rank, None)
             return NO_SIGNS
@@ -141,8 +130,7 @@ class VitalsWatch:
 
 
 def read_vitals(pid: int, stolen: float = 0.0) -> ProcessCounters | None:
-    """Read a process's counters; returns None if it has ended or /proc has no figures.
-
+    """Read a process's counters; returns None if the process has ended or /proc has no figures.
     `stolen`: seconds per core that the hypervisor has taken since boot."""
     try:
         # the process name may contain brackets and spaces
@@ -178,9 +166,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def oom_kills() -> int:
-    """Returns the number of processes that the kernel has killed for lack of memory in this
-    process's cgroup and below. If the cgroup has no such counter, the counter of the whole machine
-    is read; without either, the result is 0."""
+    """Returns the number of processes that the kernel has killed for lack of memory, in this
+    process's cgroup and below or, if the cgroup has no such counter, on the whole machine."""
     for path in (_cgroup() / "memory.events", Path("/proc/vmstat")):
         with suppress(OSError, ValueError):
             for line in path.read_text().splitlines():
@@ -191,7 +178,6 @@ def oom_kills() -> int:
 
 
 def _cgroup() -> Path:
-    """Returns the folder of this process's cgroup (version 2)."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             if line.startswith("0::"):
@@ -208,31 +194,22 @@ first. "silent": it wrote no dump. "elsewhere": not in a collective. "unclear": 
 
 DUMP_SIGNAL = signal.SIGUSR2
 COMPLETE_SECONDS = 0.1
-"""Seconds without growth after which a dump is taken as complete."""
 SILENT_SECONDS = 1.0
-"""Seconds after which a rank that wrote no dump is "silent"."""
 
 
 def register_dumps(path: Path) -> None:
-    """Have SIGUSR2 append the Python stacks of all threads to a file. Called by a rank, once.
-
-    Args:
-        path: on a local disk or in memory, as the rank may hang on remote storage.
-    """
+    """Have SIGUSR2 append the Python stacks of all threads of this rank to a file. Its `path` must
+    be on a local disk or in memory, as the rank may hang on remote storage."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     # chain=True would also run the default action, which kills the process
     faulthandler.register(DUMP_SIGNAL, file=descriptor, all_threads=True, chain=False)
 
 
 def take_dumps(ranks: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
-    """Returns stack dumps of ranks of this node; "" for a rank that writes none. Takes 0.1 s, or
-    SILENT_SECONDS if a rank writes none. Called by the agent.
-
-    Args:
-        ranks: rank → (process id, path passed to `register_dumps`).
-
-    The result omits ranks that have ended, ranks that have not registered yet (the signal would
-    kill them), and ranks that get no core to write a dump."""
+    """Returns stack dumps of `ranks`, rank → (process id, path passed to `register_dumps`); "" for
+    a rank that writes none. The result omits ranks that have ended, ranks that have not registered
+    yet (the signal would kill them), and ranks that get no core to write a dump. Takes 0.1 s, or
+    SILENT_SECONDS if a rank writes none."""
     ready = {rank: path for rank, (pid, path) in ranks.items() if _ready(pid)}
     sizes = {rank: path.stat().st_size for rank, path in ready.items()}
     for rank in ready:
@@ -245,19 +222,16 @@ def take_dumps(ranks: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
         time.sleep(COMPLETE_SECONDS / 5)
         now = time.monotonic()
         for rank, path in ready.items():
-            dump = read_dump(path, sizes[rank])
+            with path.open("rb") as file:
+                file.seek(sizes[rank])
+                dump = file.read().decode(errors="replace")
             if dump != dumps[rank]:
                 dumps[rank], grown[rank] = dump, now
         if now > deadline or all(
             dumps[rank] and now - grown[rank] >= COMPLETE_SECONDS for rank in ready
         ):
-            return {rank: dump for rank, dump in dumps.items() if dump or not _runs(ranks[rank][0])}
-
-
-def read_dump(path: Path, start: int = 0) -> str:
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read().decode(errors="replace")
+            states = {rank: _status(ranks[rank][0])["State"].split()[0] for rank in ready}
+            return {rank: dump for rank, dump in dumps.items() if dump or states[rank] != "R"}
 
 
 def _ready(pid: int) -> bool:
@@ -266,11 +240,6 @@ def _ready(pid: int) -> bool:
     if fields["State"].split()[0] in "ZX":  # the process has ended, but still lists its handlers
         return False
     return bool(int(fields["SigCgt"], 16) >> (DUMP_SIGNAL - 1) & 1)
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process has a core, or waits for one."""
-    return _status(pid)["State"].split()[0] == "R"
 
 
 def _status(pid: int) -> dict[str, str]:
@@ -287,7 +256,6 @@ FORWARDING = (
     "/torch/distributed/c10d_logger.py",
     "/torch/autograd/function.py",
 )
-"""Files whose functions only forward a call."""
 COLLECTIVES = (
     "/torch/distributed/distributed_c10d.py",
     "/torch/distributed/_functional_collectives.py",
@@ -300,7 +268,7 @@ COLLECTIVES = (
     "/elastic/node/exchange.py",
 )
 """Files whose functions wait for other ranks. FSDP's hooks call the user's modules from outside:
-the innermost frame is in FSDP only while it gathers, scatters, or waits for either."""
+the innermost frame is in FSDP only while FSDP gathers, scatters or waits."""
 UNCLEAR = (
     "/torch/autograd/",  # the backward pass in C++: DDP may wait in it, or a kernel may hang
     "/torchinductor_",  # compiled code, which may contain collectives
@@ -318,18 +286,12 @@ SHOWN_FRAMES, FRAME_LENGTH = 12, 200
 """Largest number of frames, and of characters per frame, of the stack in a `Failure`. All nodes
 read it, so it must be short."""
 
-_FRAME = re.compile(r'^  File "(.*)", line \d+ in ', re.MULTILINE)
-
 
 def in_collective(dump: str) -> bool | None:
     """Returns whether the main thread waits for other ranks; None if its stack does not show it.
     The innermost Python frame that does not only forward a call decides: C++ code appears as the
-    Python function that called it.
-
-    Args:
-        dump: stacks of all threads from faulthandler: innermost frame first, main thread last.
-    """
-    files = _main_thread(dump)
+    Python function that called it."""
+    files = (file for _, file in _main_thread(dump))
     innermost = next((file for file in files if not _within(file, FORWARDING)), None)
     if innermost is None or _within(innermost, UNCLEAR):
         return None
@@ -337,26 +299,23 @@ def in_collective(dump: str) -> bool | None:
 
 
 def is_compiling(dump: str) -> bool:
-    return any(_within(file, COMPILING) for file in _main_thread(dump))
+    return any(_within(file, COMPILING) for _, file in _main_thread(dump))
 
 
-def _main_thread(dump: str) -> list[str]:
-    """Returns the files of the main thread's frames, innermost first."""
-    return _FRAME.findall(_of_main_thread(dump))
-
-
-def _of_main_thread(dump: str) -> str:
-    return re.split(r"^(?:Current thread|Thread) ", dump, flags=re.MULTILINE)[-1]
+def _main_thread(dump: str) -> list[tuple[str, str]]:
+    """Returns (frame, file) of the main thread's frames, innermost first. faulthandler writes the
+    main thread last."""
+    threads = re.split(r"^(?:Current thread|Thread) ", dump, flags=re.MULTILINE)
+    return re.findall(r'^  (File "(.*)", line \d+ in .*)', threads[-1], re.MULTILINE)
 
 
 def main_stack(dump: str) -> str:
     """Returns the innermost frames of the main thread, one per line; "" if the dump has none."""
-    frames = re.findall(r'^  (File ".*", line \d+ in .*)', _of_main_thread(dump), re.MULTILINE)
-    return "\n".join(frame[:FRAME_LENGTH] for frame in frames[:SHOWN_FRAMES])
+    frames = _main_thread(dump)[:SHOWN_FRAMES]
+    return "\n".join(frame[:FRAME_LENGTH] for frame, _ in frames)
 
 
 def classify_dump(dump: str) -> Activity:
-    """Returns the state of a rank by its stack dump; an empty dump is "silent"."""
     if not dump:
         return "silent"
     waits = in_collective(dump)

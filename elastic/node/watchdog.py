@@ -69,8 +69,7 @@ MIN_SECONDS = 3.5
 """Shortest time-out in seconds: a busy machine delays steps of milliseconds by seconds."""
 DEFAULT_SECONDS = 300.0
 """Time-out in seconds of phases with fewer than MIN_SAMPLES durations so far, and shortest time-out
-of phases outside LEARNED_PHASES. It is long enough for importing, joining the process group, and a
-first step that compiles, all from cold caches."""
+of phases outside LEARNED_PHASES. A first step that compiles, with cold caches, needs less."""
 SLOW_FACTORS = dict.fromkeys(
     ("load", "data", "fetch", "after", "evaluate", "first evaluate", "staging", "save", "end"), 2
 )
@@ -78,25 +77,20 @@ SLOW_FACTORS = dict.fromkeys(
 SAVE_SECONDS = 1200.0
 """Time limit of a save in seconds, unless the program sets `JobFacts.save_seconds`."""
 SAVE_FACTORS = {"staging": 1.2, "save": 1.2, "end": 2.4}
-"""Phase → multiple of the time limit of a save that is added to the time-out of the phase. Ranks
-learn that a save was abandoned up to a fifth of the limit later, and at the end two saves may
-follow each other. So no rank is killed for a save that is within its limit."""
+"""Phase → multiple of the time limit of a save that is added to the phase's time-out. Ranks learn
+up to a fifth of the limit later that a save was abandoned, and two saves may end a run."""
 LEARNED_PHASES = (*WITHIN_STEP, "evaluate")
 """Phases that repeat and compute, whose time-outs are learned. Other phases happen once in a
-process or seldom, or depend on storage, which stalls when one of its servers is replaced. If such a
-phase was short so far, this is no reason for a short time-out."""
+process or seldom, or depend on storage, which stalls when one of its servers is replaced."""
 TIMEOUT_FACTOR = 12
 """A learned time-out is this multiple of the 99th percentile: a step may take ten times as long as
 earlier steps, with other data or by the user's own schedule."""
 BUSY_SECONDS = 30.0
 """Shortest time-out in seconds of a rank that computes, as an unusual input may take long."""
-MIN_SAMPLES = 5
-"""Samples needed for a learned time-out."""
-MAX_SAMPLES = 200
-"""Newest durations of a phase that are kept."""
+MIN_SAMPLES, MAX_SAMPLES = 5, 200
+"""Number of durations of a phase needed to learn a time-out, and number of newest ones kept."""
 STOPPED_SECONDS = 1.0
-"""If more seconds pass between two polls, this node was stopped meanwhile, perhaps with its
-ranks."""
+"""If more seconds pass between two polls, this node, perhaps with its ranks, was stopped."""
 
 
 class PhaseTimes:
@@ -104,16 +98,14 @@ class PhaseTimes:
 
     Args:
         floor: shortest time-out, in seconds.
-        patience: time-out, in seconds, of phases that happen once in a process.
-
-    The first step of a process and its first validation have at least `patience`, as they
-    compile. Also, the first step may repeat a step that was mistaken for a hang, and must not be
-    mistaken again."""
+        patience: time-out, in seconds, of phases that happen once in a process. The first step of a
+            process and its first validation have at least this time-out, as they compile, and as
+            the first step may repeat a step that was mistaken for a hang.
+    """
 
     def __init__(self, floor: float = MIN_SECONDS, patience: float = DEFAULT_SECONDS) -> None:
         self.floor, self.patience = floor, patience
         self.save_seconds = SAVE_SECONDS
-        """Time limit of a save in seconds; the agent sets it from `JobFacts.save_seconds`."""
         self.woke = float("-inf")
         """Time of the last poll that came more than STOPPED_SECONDS after the poll before it. Time
         before this counts towards no time-out."""
@@ -124,13 +116,12 @@ class PhaseTimes:
         """(rank, phase) → first step of the rank's process in that phase."""
 
     def begin(self, rank: int) -> None:
-        """Record that a new process begins as `rank`."""
+        """Forget the process that was `rank`, as a new one begins."""
         self._last.pop(rank, None)
         self._first = {key: step for key, step in self._first.items() if key[0] != rank}
 
     def follow(self, progress_by_rank: Mapping[int, RankProgress], now: float) -> None:
-        """Record the progress of ranks at time `now`, and the durations of phases that have ended.
-        Called at every poll."""
+        """Record, at every poll, the progress of ranks and the durations of ended phases."""
         if self._looked is not None and now - self._looked > STOPPED_SECONDS:
             self.woke = now
         self._looked = now
@@ -144,8 +135,7 @@ class PhaseTimes:
             self._last[rank] = progress
 
     def forget_steps(self) -> None:
-        """Forget the durations of the learned phases. Called when nodes are fewer than before, as
-        these phases then take longer."""
+        """Forget the learned durations, because fewer nodes take longer."""
         for kind in LEARNED_PHASES:
             self._durations.pop(kind, None)
 
@@ -189,7 +179,6 @@ class RankStatus:
     step: int
     phase: str
     seconds: float
-    """Time since the rank entered its phase."""
     limit: float
     """Seconds of own time ([Note: own time] in vitals.py) that the phase may take."""
     where: Activity = "unknown"
@@ -214,14 +203,8 @@ def rank_statuses(
     dumps: Mapping[int, str] | None = None,
     signs: Mapping[int, RankSigns] | None = None,
 ) -> list[RankStatus]:
-    """Returns the status of each rank of this node.
-
-    Args:
-        progress_by_rank: rank → its last report.
-        now: time by time.monotonic().
-        dumps: rank → stack dump from `take_dumps`; a rank without a dump is "unknown".
-        signs: rank → result of `VitalsWatch`.
-    """
+    """Returns the status of each rank of this node, at time `now` by time.monotonic(). `dumps`:
+    result of `take_dumps`. `signs`: result of `VitalsWatch.look`."""
     ranks = []
     for rank, progress in sorted(progress_by_rank.items()):
         sign = (signs or {}).get(rank, NO_SIGNS)
@@ -252,12 +235,8 @@ def overdue(
     times: PhaseTimes,
     signs: Mapping[int, RankSigns] | None = None,
 ) -> list[RankStatus]:
-    """Returns the status of each rank of this node that exceeds the time limit of its phase."""
-    return [
-        status
-        for status in rank_statuses(progress_by_rank, now, times, signs=signs)
-        if status.overdue
-    ]
+    statuses = rank_statuses(progress_by_rank, now, times, signs=signs)
+    return [status for status in statuses if status.overdue]
 
 
 @dataclass(frozen=True)
@@ -271,10 +250,8 @@ class HangVerdict:
 
 
 def blame(statuses: Sequence[RankStatus]) -> HangVerdict | None:
-    """Decide which ranks all others wait for; None while no rank is overdue.
-
-    Args:
-        statuses: statuses of all ranks of the job, taken with dumps.
+    """Decide, by the statuses of all ranks of the job, which ranks all others wait for; None while
+    no rank is overdue.
 
     An overdue rank hangs if it was stopped by a signal or wrote no stack dump. Within a step such a
     rank counts as overdue as soon as any rank within a step is overdue: nodes may have learned
@@ -356,11 +333,8 @@ class HangWatch:
         self._published: dict[int, RankProgress] | None = None
         """Rank → its report when this node published statuses; None: there is no alarm."""
         self._evaluated_alarm = 0
-        """The last alarm that this node, as the first node of the round, has evaluated."""
         self._handled_alarm = 0
-        """The last alarm whose suspects this node has handled."""
         self._quiet_until = 0.0
-        """Time before which this node raises no alarm."""
         self._last_dumps: dict[int, str] = {}
 
     def stack(self, rank: int) -> str:
@@ -378,8 +352,7 @@ class HangWatch:
 
         Args:
             generation: (round, generation) of this node's ranks.
-            state: the membership document.
-            running: rank → the rank, for each rank of this node that has a training process.
+            running: ranks of this node that have a training process.
             done: rank → local rank, for each rank of this node that has finished or paused.
         """
         progress = {number: self._page.read(rank.local_rank) for number, rank in running.items()}
@@ -444,10 +417,9 @@ class HangWatch:
         threading.Thread(target=work, name="perdure-dumps", daemon=True).start()
 
     def _evaluate(self, state: Membership) -> None:
-        """Evaluate the statuses of all ranks, once all nodes have published them. Done on the first
-        node only. While a rank has no process, no rank is blamed, as all ranks may wait for the
-        missing process. If its node does not start it within MISSING_SECONDS, the node is
-        removed."""
+        """Evaluate the statuses of all ranks, on the first node, once all nodes have published
+        them. While a rank has no process, no rank is blamed, as all ranks may wait for the missing
+        process. If its node does not start it within MISSING_SECONDS, the node is removed."""
         alarm, texts = state.alarm, self._group.statuses(state.alarm)
         if texts is None:
             return
@@ -477,8 +449,8 @@ class HangWatch:
             self._group.change(end_alarm)
 
     def _suspects_here(self, state: Membership, progress: Mapping[int, RankProgress]) -> list[int]:
-        """Returns the suspects on this node, but none if one of them has moved on. If all ranks
-        wait for each other, the only suspect is the first rank of the first node."""
+        """Returns the suspects on this node, or none if a suspect has moved on. If all ranks wait
+        for each other, the only suspect is the first rank of the first node."""
         self._quiet_until = time.monotonic() + REALARM_SECONDS
         # The suspects have been killed already, and the document does not show it yet.
         if self._handled_alarm == state.alarm:

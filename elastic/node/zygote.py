@@ -24,7 +24,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +57,8 @@ class RankProgram:
     directory: str
 
     def pack(self) -> int:
-        """Write this program to a file in memory, as messages are limited; returns the
-        descriptor."""
+        """Write this program to a file in memory, because messages are limited in length; returns
+        the descriptor."""
         descriptor = os.memfd_create("perdure-job")
         with open(os.dup(descriptor), "wb") as file:
             file.write(json.dumps(self.__dict__).encode())
@@ -66,7 +66,6 @@ class RankProgram:
 
     @staticmethod
     def unpack(descriptor: int) -> "RankProgram":
-        """Read a program that `pack` wrote."""
         size = os.fstat(descriptor).st_size
         return RankProgram(**json.loads(os.pread(descriptor, size, 0)))
 
@@ -79,12 +78,8 @@ def new_program_arguments(descriptor: int, agent: int) -> tuple[list[str], dict[
 
 def fork(descriptor: int, page: int) -> int:
     """Fork this process, the agent. The child becomes the agent's zygote; returns its process id.
-    If the agent has used CUDA, the child executes a new program.
-
-    Args:
-        descriptor: socket to the agent.
-        page: descriptor of the memory shared with the agent (progress.py).
-    """
+    If the agent has used CUDA, the child executes a new program. `descriptor`: socket to the agent.
+    `page`: descriptor of the `ProgressPage`."""
     sys.stdout.flush()
     sys.stderr.flush()
     agent, path = os.getpid(), search_path()
@@ -134,10 +129,10 @@ def main(descriptor: int, parent: int) -> NoReturn:
         while True:
             for key, _ in selector.select():
                 if key.data is None:
-                    message, descriptors = _receive(agent)
-                    if message is None:
+                    data, descriptors, _, _ = socket.recv_fds(agent, MAX_MESSAGE, 8)
+                    if not data:
                         os._exit(0)
-                    _handle(message, descriptors, agent, selector, children, of_ranks)
+                    _handle(json.loads(data), descriptors, agent, selector, children, of_ranks)
                     for received in descriptors:
                         os.close(received)
                 else:
@@ -163,8 +158,16 @@ def _handle(
             _preload(module)
     elif "describe" in message:
         package, ranks, *arguments = message["describe"]
-        _send(agent, {"folders": _folders(package, arguments)})
-        _send(agent, {"facts": _describe(package, ranks, arguments)})
+        folders: dict[str, str] = {}
+        with suppress(Exception):  # read_facts has the same error, which is reported
+            folders = read_folders(package, arguments)
+        _send(agent, {"folders": folders})
+        try:
+            facts = read_facts(package, ranks, arguments)
+        except Exception as error:
+            traceback.print_exc()
+            facts = {"error": f"{package}: {type(error).__name__}: {error}"}
+        _send(agent, {"facts": facts})
     elif "kill" in message:
         if message["kill"] in children:
             os.kill(children[message["kill"]], signal.SIGKILL)
@@ -191,25 +194,7 @@ def _preload(module: str) -> None:
         sys.modules.pop(module, None)  # a half-imported module must not stay
 
 
-def _folders(package: str, arguments: Sequence[str]) -> dict[str, str]:
-    """Returns recipe key → path that the program's ranks need; empty if the program fails."""
-    try:
-        return read_folders(package, arguments)
-    except Exception:  # `_describe` reports the error
-        return {}
-
-
-def _describe(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """Returns the job's description by the program, or the error that it raised."""
-    try:
-        return read_facts(package, ranks, arguments)
-    except Exception as error:
-        traceback.print_exc()
-        return {"error": f"{package}: {type(error).__name__}: {error}"}
-
-
 def _prepare(program: RankProgram) -> None:
-    """Import and prepare in the zygote what every fork would otherwise do again."""
     module, _, function = program.prepare.partition(":")
     _preload(module)
     with suppress(Exception):
@@ -229,8 +214,8 @@ def _run_rank(
     signals: Collection[signal.Signals],
 ) -> NoReturn:
     """Turn this fork of `parent` into a rank, and run the program. `streams`: descriptors of stdin,
-    stdout and stderr of the stand-in (standin.py), the file for dumps and the agent's socket.
-    `signals`: signals that get their default action again."""
+    stdout and stderr, of the file for dumps, and of the agent's socket. `signals` get their default
+    action again."""
     code = 1
     try:
         die_with_parent(parent)
@@ -270,11 +255,6 @@ def _set_threads() -> None:
         torch.set_num_threads(int(threads))
 
 
-def _receive(agent: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    data, descriptors, _, _ = socket.recv_fds(agent, MAX_MESSAGE, 8)
-    return (json.loads(data) if data else None), descriptors
-
-
 def _send(agent: socket.socket, message: Mapping[str, Any]) -> None:
     try:
         agent.send(json.dumps(message).encode())
@@ -285,7 +265,6 @@ def _send(agent: socket.socket, message: Mapping[str, Any]) -> None:
 PRELOAD = "PERDURE_PRELOAD"
 """Environment variable: modules for the zygote to import, separated by commas."""
 SHAREABLE_DEVICES = re.compile("/dev/(null|zero|full|u?random|tty.*|console|ptmx|pts/.*|shm/.*)")
-"""Devices that a process may have open and still be forked."""
 
 
 @dataclass
@@ -349,15 +328,13 @@ _early: list[Zygote] = []
 
 
 def start_early() -> None:
-    """Start the zygote of the agent that this process will create, unless the zygote runs already.
-    Called early, while the process has no threads and still imports. This module keeps the zygote
-    until the agent takes it."""
+    """Start the zygote of the agent that this process will create. Called while this process has no
+    threads, so that the zygote can be a fork of it."""
     if not _early:
         _early.append(Zygote.start(ProgressPage.make()))
 
 
 def first_zygote() -> Zygote:
-    """Returns the zygote that `start_early` has started, or starts a new one."""
     return _early.pop() if _early else Zygote.start(ProgressPage.make())
 
 

@@ -19,22 +19,18 @@ class RollbackLine(NamedTuple):
     after_step: int
     """Newest step recorded before the roll-back."""
     line: int
-    """Number of the line in the file."""
 
 
 @dataclass
 class Attempt:
-    """An attempt: one start of training processes, with the lines that it wrote to the ledger.
-
-    Times are Unix times on one time line for the whole run, which never goes back. Intervals
-    between attempts on one machine that was not restarted are measured by its monotonic clock,
-    others by the wall clock."""
+    """An attempt: one start of training processes, with the lines that it wrote to the ledger. Unix
+    times never go back within a run: intervals between attempts on one machine that was not
+    restarted are measured by its monotonic clock, others by the wall clock."""
 
     number: int
     """Number of the attempt in the ledger, from 1."""
     start: StartLine
     line: int
-    """Number of the start line in the file."""
     steps: StepLines = field(default_factory=StepLines)
     saves: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -62,13 +58,10 @@ class Attempt:
         return self.steps.highest if self.steps else self.start.step
 
     def settle(self) -> None:
-        """Compute `written` and `RollbackLine.after_step`, which depend on all step lines. Called
-        once all step lines have been read."""
+        """Compute `written` and `RollbackLine.after_step`, once all step lines have been read."""
         number, line = self.steps.column("step"), self.steps.column("line")
         self.written = max(self.written, float(self.steps.column("after").max(initial=0.0)))
         self.rollbacks = [
-            one._replace(
-                after_step=int(number[line < one.line].max(initial=self.start.step)),
-            )
+            one._replace(after_step=int(number[line < one.line].max(initial=self.start.step)))
             for one in self.rollbacks
         ]

@@ -75,12 +75,10 @@ def ending(history: History, attempt: Attempt) -> AttemptEnd:
         return AttemptEnd(kind, text, at, rank, str(cause.get("node") or ""), evidence)
     if attempt.end:
         kind, text = _of_end(attempt, following)
-        line = attempt.end["line"]
-        told = str(attempt.end["reason"])[:_LONGEST]
         evidence = (
-            ("reason in the ledger", told),
+            ("reason in the ledger", str(attempt.end["reason"])[:_LONGEST]),
             ("exit code of the ranks", str(attempt.end["code"])),
-            ("ledger line", str(line)),
+            ("ledger line", str(attempt.end["line"])),
         )
         at = attempt.loaded + float(attempt.end["after"])
         return AttemptEnd(kind, text, at, evidence=evidence)
@@ -92,13 +90,9 @@ def ending(history: History, attempt: Attempt) -> AttemptEnd:
     text = (
         f"Everything was killed at once, the launcher included: nobody was left to say why{where}"
     )
-    evidence = (
-        (
-            "what is missing",
-            f"attempt {attempt.number} has no end line, and the next start no cause",
-        ),
-        ("ledger line of the next start", str(following.line)),
-    )
+    missing = f"attempt {attempt.number} has no end line, and the next start no cause"
+    line = "ledger line of the next start", str(following.line)
+    evidence = ("what is missing", missing), line
     return AttemptEnd("silent", text, attempt.finished, evidence=evidence)
 
 
@@ -121,12 +115,15 @@ def _of_failure(rank: int | None, node: str, cause: Mapping[str, Any]) -> tuple[
             "network, or a machine that went away"
         )
     if "its zygote was ended" in why:
-        return "process", f"{who} ended with the process that its node forks ranks from{_by(why)}"
-    if why == "a stand-in was killed":
+        killed = re.search(r"its zygote was ended by (SIG\w+)", why)
+        how = f"was killed ({killed[1]})" if killed else "ended"
         return (
             "process",
-            f"A process of the launcher{on} was killed: torchrun started its ranks anew",
+            f"{who} ended with the process that its node forks ranks from, which {how}",
         )
+    if why == "a stand-in was killed":
+        text = f"A process of the launcher{on} was killed: torchrun started its ranks anew"
+        return "process", text
     name, _, rest = why.partition(" ")
     if name.startswith("SIG"):
         if "out of memory" in rest:
@@ -207,11 +204,6 @@ def _evidence(cause: Mapping[str, Any], following: Attempt) -> tuple[tuple[str, 
 def shown_node(node: str) -> str:
     """Returns host and address of a node name, without the part that distinguishes its agents."""
     return node.rpartition("/")[0] if node.count("/") == 2 else node
-
-
-def _by(why: str) -> str:
-    found = re.search(r"its zygote was ended by (SIG\w+)", why)
-    return f", which was killed ({found[1]})" if found else ", which ended"
 
 
 def _rest(text: str) -> str:

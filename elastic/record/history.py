@@ -1,17 +1,16 @@
 """Reads a ledger as the history of a run, and proves that no sequence is lost or used twice.
 
 [Note: lineage] An attempt continues from a state that another attempt, its parent, has reached. The
-state holds the parent's name, and the start line repeats it. So attempts form a tree. (In ledgers
-without these names, the parent is the newest earlier attempt that computed the loaded step.) The
-*lineage* of an attempt consists of its own steps, its parent's steps up to the loaded step, and so
-on: the steps that led to its weights. Their ranges of sequences must be 0, 1, 2, … without a gap or
-repetition. Steps outside the newest attempt's lineage do not affect the newest weights."""
+start line names the parent. (In older ledgers, the parent is the newest earlier attempt that
+computed the loaded step.) The *lineage* of an attempt consists of its own steps, its parent's steps
+up to the loaded step, and so on: the steps that led to its weights. Their ranges of sequences must
+be 0, 1, 2, … without a gap or repetition. Other steps do not affect the weights."""
 
 import math
 import os
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -53,9 +52,8 @@ class History:
 
     @property
     def unrecorded(self) -> int:
-        """Number of steps in the newest attempt's lineage ([Note: lineage]) without a step line in
-        the file. The start line of the attempt that continued from them proves which sequences they
-        consumed."""
+        """Number of steps in the newest attempt's lineage ([Note: lineage]) without a step line.
+        The start line of the next attempt proves which sequences they consumed."""
         return sum(a.unrecorded for a in self.attempts if a.number in self.kept)
 
     @property
@@ -69,7 +67,7 @@ class History:
 
     def taken_back(self) -> list[tuple[int, int]]:
         """Returns (loaded step, last step before the roll-back) of each roll-back in the newest
-        attempt's lineage. The steps in between do not affect the newest weights."""
+        attempt's lineage."""
         return [
             (item.to, item.step)
             for attempt in self.attempts
@@ -105,10 +103,7 @@ def describe_failure(cause: Mapping[str, Any]) -> str:
 
 
 def read_history(path: str | Path) -> History:
-    """Read a ledger.
-
-    Args:
-        path: path of the ledger or of the run directory.
+    """Read a ledger. `path`: path of the ledger or of the run directory.
 
     Raises:
         LedgerError: there is no ledger, or no attempt in it has begun.
@@ -117,15 +112,10 @@ def read_history(path: str | Path) -> History:
 
 
 class LedgerReader:
-    """Follows a ledger that grows. A file that was replaced or cut is read from its beginning.
-
-    Args:
-        path: path of the ledger or of the run directory.
-    """
+    """Follows a ledger that grows. A file that was replaced or cut is read from its beginning."""
 
     def __init__(self, path: str | Path) -> None:
-        path = Path(path)
-        self.path = path / LEDGER if path.is_dir() else path
+        self.path = _file_of(path)
         self.begin(0)
 
     def begin(self, inode: int) -> None:
@@ -139,14 +129,9 @@ class LedgerReader:
         """Problems of single lines, such as torn lines."""
 
     def read(self, *, whole: bool = False) -> History:
-        """Returns the history so far. Reads only lines that are new since the last call.
-
-        Args:
-            whole: also read a last line without a newline. No call may follow.
-
-        Raises:
-            LedgerError: there is no ledger, or no attempt in it has begun.
-        """
+        """Returns the history so far. Reads only lines that are new since the last call. `whole`:
+        also read a last line without a newline, after which no call may follow. Raises LedgerError
+        as `read_history` does."""
         try:
             with os.fdopen(open_to_read(self.path, follow=True), "rb") as file:
                 status = os.fstat(file.fileno())
@@ -175,8 +160,7 @@ class LedgerReader:
         return History(list(self.attempts), problems, _kept(self.attempts))
 
     def take(self, line: bytes, number: int) -> None:
-        """Add a line of the file to its attempt. A torn line is skipped: the proof notices its
-        missing step."""
+        """Add a line to its attempt. Torn lines are skipped, as the proof notices missing steps."""
         if not _take_step(line, number, self.attempts) and (
             _take(line, number, self.attempts, self._torn) != "step"
         ):
@@ -195,8 +179,7 @@ _STEP = re.compile(
 
 
 def _take_step(line: bytes, number: int, attempts: list[Attempt]) -> bool:
-    """Add a line of the usual form to the newest attempt. Returns False if the line has another
-    form or belongs to another attempt."""
+    """Add a line of the usual form to the newest attempt; returns whether it was added."""
     found = _STEP.fullmatch(line)
     if not found or not attempts:
         return False
@@ -277,20 +260,10 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
 
 
 def read_starts(path: str | Path) -> dict[str, StartLine]:
-    """Return the start lines of a ledger in their order, by the name of the attempt; {} if it
-    cannot be read.
-
-    Args:
-        path: path of the ledger or of the run directory.
-    """
-    path = Path(path)
-    path = path / LEDGER if path.is_dir() else path
+    """Return the start lines of a ledger, or of the ledger in a run directory, in their order, by
+    the name of the attempt; {} if the ledger cannot be read."""
     starts: dict[str, StartLine] = {}
-    with (
-        suppress(OSError, ValueError),  # missing or empty
-        os.fdopen(open_to_read(path, follow=True), "rb") as file,
-        mmap(file.fileno(), 0, access=ACCESS_READ) as data,
-    ):
+    with suppress(OSError, ValueError), _mapped(path) as data:  # the file may be missing or empty
         # Start lines are searched for, as most lines of a long ledger are step lines.
         begin = data.find(b'{"kind":"start",')
         while begin >= 0:
@@ -307,11 +280,8 @@ def lineage_of(starts: Mapping[str, StartLine], attempt: str) -> dict[str, float
     step whose records count; `math.inf` for `attempt` itself, -1 for none.
 
     An attempt outside the lineage may have validated or saved the weights that it loaded. Its
-    records of that step count if these weights are in the lineage.
-
-    Args:
-        starts: attempt → its start line, in the order of the ledger.
-    """
+    records of that step count if these weights are in the lineage. `starts`: attempt → its start
+    line, in the order of the ledger."""
     lineage, last = dict[str, float](), math.inf
     # A forged ledger may have an attempt that is its own ancestor.
     while attempt in starts and attempt not in lineage:
@@ -330,37 +300,35 @@ def in_lineage(record: Mapping[str, Any], lineage: Mapping[str, float]) -> bool:
 
 
 def last_start(path: str | Path, *, trained: bool) -> StartLine | None:
-    """Returns the newest start line of a ledger; None if there is none.
-
-    Args:
-        path: path of the ledger or of the run directory.
-        trained: skip attempts that completed no step.
-    """
-    path = Path(path)
-    path = path / LEDGER if path.is_dir() else path
-    try:
-        with (
-            os.fdopen(open_to_read(path, follow=True), "rb") as file,
-            mmap(file.fileno(), 0, access=ACCESS_READ) as data,
-        ):
-            # searched from the end, as the ledger of a long run is large
-            end = data.rfind(b'{"kind":"step",') if trained else len(data)
-            begin = data.rfind(b'{"kind":"start",', 0, max(end, 0))
-            if begin < 0:
-                return None
+    """Returns the newest start line of a ledger, or of the ledger in a run directory; None if there
+    is none. `trained`: skip attempts that completed no step."""
+    values: dict[str, Any] | None = None
+    # The ledger may be missing or empty, or its last line torn.
+    with suppress(OSError, ValueError), _mapped(path) as data:
+        # Searched from the end, as the ledger of a long run is large.
+        end = data.rfind(b'{"kind":"step",') if trained else len(data)
+        begin = data.rfind(b'{"kind":"start",', 0, max(end, 0))
+        if begin >= 0:
             data.seek(begin)
             values = read_line(data.readline())
-    except (OSError, ValueError):  # missing, empty, or with a torn last line
-        return None
-    return _start(values)
+    return None if values is None else _start(values)
+
+
+def _file_of(path: str | Path) -> Path:
+    return Path(path) / LEDGER if Path(path).is_dir() else Path(path)
+
+
+@contextmanager
+def _mapped(path: str | Path) -> Iterator[mmap]:
+    with (
+        os.fdopen(open_to_read(_file_of(path), follow=True), "rb") as file,
+        mmap(file.fileno(), 0, access=ACCESS_READ) as data,
+    ):
+        yield data
 
 
 def _start(values: Mapping[str, Any]) -> StartLine:
-    """Parse the values of a start line.
-
-    Raises:
-        TypeError, ValueError: the values are not those of a start line.
-    """
+    """Parse a start line. Raises TypeError or ValueError if the values are of no start line."""
     known = {item.name for item in fields(StartLine)}
     start = StartLine(**{name: value for name, value in values.items() if name in known})
     if not all(len(pair) == 2 for pair in start.changed.values()):
@@ -388,7 +356,6 @@ def _set_times(attempts: list[Attempt]) -> None:
 
 
 def _kept(attempts: list[Attempt]) -> dict[int, int]:
-    """Returns `History.kept` for the newest attempt."""
     kept: dict[int, int] = {}
     attempt: Attempt | None = attempts[-1]
     newest = attempts[-1].last_step

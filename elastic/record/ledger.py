@@ -4,8 +4,7 @@
 processes (an *attempt*) appends to it, rank 0 alone writes it, and no line is ever changed. Every
 line has a `kind`; a reader ignores unknown kinds. Every line names its `attempt`, because a rank 0
 that was cut off or frozen may add a line after the next attempt has begun. Except in `start`, a
-line has `after`: seconds on the monotonic clock since the attempt's start line, which no clock
-setting changes.
+line has `after`: seconds since the attempt's start line, by a monotonic clock.
 
     start   a `StartLine`: what was loaded, by which world, why
     phases  {phases: {name: seconds}}: from the launch through the first step
@@ -86,7 +85,6 @@ class StartLine:
     changed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Recipe key → (old, new) for keys that differ from the last attempt that completed a step."""
     model: str = ""
-    """Description of the model, in words."""
     nodes: int = 1
     round: int = 0
     generation: int = 0
@@ -97,7 +95,6 @@ class StartLine:
     phases: Mapping[str, float] = field(default_factory=dict)
     """Phase → seconds, in order, from the launch to this line."""
     at: float = field(default_factory=time.time)
-    """Unix time of this line."""
     monotonic: float = field(default_factory=clock)
     """Value of `clock` at this line."""
     boot: str = field(default_factory=boot_id)
@@ -110,8 +107,8 @@ class Ledger:
     """Writes the ledger of a run; a context manager on rank 0. See `LineFile` for a full disk.
 
     [Note: unwritten lines] A state must not outlive the lines that prove its steps. So `unwritten`
-    is saved with every state in memory or storage. An attempt that continues from that state passes
-    these lines to its ledger, which first writes those that the file lacks."""
+    is saved with every state. An attempt that continues from that state passes these lines to its
+    ledger, which first writes those that the file lacks."""
 
     def __init__(
         self,
@@ -125,7 +122,6 @@ class Ledger:
 
         Args:
             path: path of the file, created if missing; its directory exists.
-            start: first line of the attempt.
             unwritten: value of `unwritten` when the loaded state was saved.
             trusted: other users (uids) who may own the file; a file of any other user is renamed.
             also: called with each line, before it is written.
@@ -165,7 +161,6 @@ class Ledger:
         """Record a finished optimizer step.
 
         Args:
-            step: number of the step, from 1.
             first: first sequence of the global order that the step consumed.
             after_last: sequence after the last one consumed.
             loss: mean loss over the global batch.
@@ -248,7 +243,6 @@ class Ledger:
         self._lines.close()
 
     def _counters(self, step: int) -> dict[str, Any]:
-        """Returns skipped steps and roll-backs up to `step`; empty if they are not counted."""
         start = self._start
         if start.skipped is None or start.rollbacks is None:
             return {}
@@ -277,7 +271,6 @@ def _is_line(line: object) -> bool:
 
 
 def _newest_step(lines: Sequence[bytes | str]) -> int:
-    """Returns the newest step in lines of a ledger; 0 without step lines."""
     for line in reversed(lines):
         with suppress(ValueError, TypeError, KeyError):  # a line may be incomplete
             values = json.loads(line)

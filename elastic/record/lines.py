@@ -17,17 +17,14 @@ from elastic.node.files import open_to_append, open_to_read
 logger = logging.getLogger(__name__)
 
 BATCH = 256
-"""Largest number of lines per write."""
 
 
 class LineFile:
-    """Appends to a file of lines, created if missing.
-
-    Each line is passed to the operating system at once, so it survives the death of this process.
-    Lines that cannot be written, as the disk is full or missing, wait in memory, in order.
+    """Appends to a file of lines, created if missing. Each line is passed to the operating system
+    at once, so it survives the death of this process. Lines that cannot be written, as the disk is
+    full or missing, wait in memory, in order.
 
     Args:
-        path: path of the file; its directory exists.
         waiting: lines that an earlier process may not have written. Lines that the file already has
             are not written again.
         trusted: other users (uids) who may own the file; a file of any other user is renamed.
@@ -46,7 +43,6 @@ class LineFile:
 
     @property
     def waiting(self) -> list[str]:
-        """Lines that are not written, or only partly."""
         return [line.decode() for line in self._lines if line]
 
     def add(self, line: str) -> None:
@@ -60,16 +56,16 @@ class LineFile:
             while self._lines:
                 if self._file is None:
                     self._file = self._open()
-                self._drop_written(os.writev(self._file, self._next()))
+                first, *others = (line + b"\n" for line in islice(self._lines, BATCH))
+                first = first[self._written_bytes :]
+                self._written_bytes += os.writev(self._file, [first, *others])
+                while self._lines and self._written_bytes > len(self._lines[0]):
+                    self._written_bytes -= len(self._lines.popleft()) + 1
             self._failing = False
         except OSError as error:
-            # logged only once, as the disk stays full for many lines
-            if not self._failing:
-                logger.warning(
-                    "%s: %s; its lines are kept in memory until it can be written",
-                    self._path,
-                    error.strerror,
-                )
+            if not self._failing:  # logged only once, as the disk stays full for many lines
+                why = "its lines are kept in memory until it can be written"
+                logger.warning("%s: %s; %s", self._path, error.strerror, why)
             self._failing = True
 
     def close(self) -> None:
@@ -81,11 +77,6 @@ class LineFile:
             self._file = None
 
     def _open(self) -> int:
-        """Open the file, and drop waiting lines that it already has.
-
-        Raises:
-            OSError: the file cannot be opened or read.
-        """
         file = open_to_append(self._path, self._trusted)
         try:
             if self._from_before:
@@ -95,22 +86,13 @@ class LineFile:
                     for line in existing:
                         missing.pop(line.removesuffix(b"\n"), None)
                 self._lines, self._from_before = deque(missing), False
-            if not _ends_well(file):  # a process was killed while it wrote the last line
-                self._lines.appendleft(b"")
+            size = os.fstat(file).st_size
+            if size and os.pread(file, 1, size - 1) != b"\n":
+                self._lines.appendleft(b"")  # a process was killed while it wrote the last line
         except OSError:
             os.close(file)
             raise
         return file
-
-    def _next(self) -> list[bytes]:
-        first, *others = (line + b"\n" for line in islice(self._lines, BATCH))
-        return [first[self._written_bytes :], *others]
-
-    def _drop_written(self, count: int) -> None:
-        """Drop the first `count` bytes of the waiting lines, which are written."""
-        self._written_bytes += count
-        while self._lines and self._written_bytes > len(self._lines[0]):
-            self._written_bytes -= len(self._lines.popleft()) + 1
 
 
 def last_lines(path: Path) -> list[bytes]:
@@ -122,12 +104,6 @@ def last_lines(path: Path) -> list[bytes]:
             return file.read().splitlines()
     except OSError:
         return []
-
-
-def _ends_well(file: int) -> bool:
-    """Whether the file is empty or ends with a newline."""
-    size = os.fstat(file).st_size
-    return size == 0 or os.pread(file, 1, size - 1) == b"\n"
 
 
 _MAX_NESTING = 16
@@ -142,12 +118,9 @@ class WrongValueError(ValueError):
 
 
 def read_line(line: bytes | str) -> dict[str, Any]:
-    """Parse a line of a ledger, and check the fields that readers compute with.
-
-    Raises:
-        WrongValueError: a field has a value that no run would write; the message names it.
-        ValueError: the line is torn, or not an object of a ledger.
-    """
+    """Parse a line of a ledger, and check the fields that readers compute with. Raises
+    WrongValueError if a field has a value that no run would write, and any other ValueError if the
+    line is torn or no line of a ledger."""
     values = _object(line)
     kind = values.get("kind")
     if not isinstance(kind, str):
@@ -185,7 +158,11 @@ def _object(line: bytes | str) -> dict[str, Any]:
     level: list[Any] = [values]
     # not recursive, as a recursion could exceed the stack
     for _ in range(_MAX_NESTING):
-        inner = [item for value in level for item in _inside(value)]
+        inner = [
+            item
+            for value in level
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
         if any(isinstance(item, int) and abs(item) > _MAX_WHOLE for item in inner):
             raise ValueError("a whole number that no run writes")
         if any(isinstance(item, float) and not math.isfinite(item) for item in inner):
@@ -194,10 +171,6 @@ def _object(line: bytes | str) -> dict[str, Any]:
         if not level:
             return values
     raise ValueError("nested too deep")
-
-
-def _inside(value: Any) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else list(value)
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -217,18 +190,12 @@ def _seconds(value: Any) -> bool:
     return _number(value) and 0 <= value <= _YEAR_9999
 
 
-def _span(value: Any) -> bool:
-    """Whether `value` can be a difference of two times, which may be negative."""
+def _span(value: Any) -> bool:  # a difference of two times, which may be negative
     return _number(value) and abs(value) <= _YEAR_9999
 
 
 def _text(value: Any) -> bool:
     return isinstance(value, str)
-
-
-def _name(value: Any) -> bool:
-    """Whether `value` can be a file name."""
-    return isinstance(value, str) and bool(re.fullmatch(r"\w*", value))
 
 
 def _flag(value: Any) -> bool:
@@ -247,8 +214,7 @@ def _cause(value: Any) -> bool:
     return isinstance(value, dict) and (value.get("at") is None or _seconds(value["at"]))
 
 
-def _integer(value: Any) -> bool:
-    """Whether `value` is an integer, perhaps negative: the proof reports negative counts."""
+def _integer(value: Any) -> bool:  # perhaps negative: the proof reports negative counts
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -271,7 +237,7 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         **dict.fromkeys(("skipped", "rollbacks"), _or_null(_integer)),
         "steps": _or_null(_whole),
         "records": lambda value: isinstance(value, list) and all(map(_text, value)),
-        "recipe": _name,
+        "recipe": lambda value: _text(value) and bool(re.fullmatch(r"\w*", value)),
         "directory": _text,
         "computed_by": _of(_text),
         "changed": _of(lambda value: isinstance(value, list) and len(value) == 2),

@@ -84,8 +84,8 @@ def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
 
 
 def _guessed_parent(attempt: Attempt, earlier: list[Attempt]) -> Attempt | None:
-    """Returns the attempt that probably computed the step which `attempt` loaded, or None.
-    Used for ledgers of older versions, whose start lines name no parent."""
+    """Returns the attempt that probably computed the step which `attempt` loaded, for ledgers of
+    older versions, whose start lines name no parent."""
     start = attempt.start
     parent = earlier[-1] if earlier else None
     while parent and start.step <= parent.start.step:
@@ -100,8 +100,7 @@ def _guessed_parent(attempt: Attempt, earlier: list[Attempt]) -> Attempt | None:
 
 
 def _cursor(attempt: Attempt, number: int) -> int | None:
-    """Returns the number of sequences consumed up to the end of step `number`; None if `attempt`
-    has no line of this step."""
+    """Returns the number of sequences consumed up to the end of step `number`, if recorded."""
     if number == attempt.start.step:
         return attempt.start.sequences
     step = attempt.steps.find(number)
@@ -109,9 +108,8 @@ def _cursor(attempt: Attempt, number: int) -> int | None:
 
 
 def _may_be_unrecorded(parent: Attempt, attempt: Attempt) -> bool:
-    """Whether `parent` may have computed the steps after its last step line, up to the step that
-    `attempt` loaded, although their lines were lost. Such steps are few, and consumed as many
-    sequences as the cursor has advanced since that line."""
+    """Whether `parent` may have computed the steps between its last step line and the loaded step,
+    although their lines were lost: they are few, and the number of sequences is right."""
     missing = attempt.start.step - parent.last_step
     cursor = parent.steps[-1].after_last if parent.steps else parent.start.sequences
     if attempt.start.sequences - cursor != missing * parent.start.global_batch:
@@ -124,7 +122,6 @@ def _may_be_unrecorded(parent: Attempt, attempt: Attempt) -> bool:
 
 
 def _gaps(attempt: Attempt) -> Iterator[str]:
-    """Yield step lines whose step or sequences do not follow from the line before."""
     number, cursor = attempt.start.step, attempt.start.sequences
     if attempt.steps.consecutive(number, cursor, attempt.start.global_batch):
         return
@@ -147,7 +144,6 @@ def _gaps(attempt: Attempt) -> Iterator[str]:
 
 
 def _verdicts(attempt: Attempt) -> Iterator[str]:
-    """Yield step lines that lack required fields, or whose marks contradict numbers or counters."""
     start, counted = attempt.start, attempt.start.skipped is not None
     plain = attempt.steps.finite() and not any(map(attempt.steps.lack, start.records))
     for step in () if plain else attempt.steps:
@@ -157,7 +153,8 @@ def _verdicts(attempt: Attempt) -> Iterator[str]:
             yield f"{where} has no {' and no '.join(missing)}, which its start line promises"
             continue
         numbers = {"loss": step.loss, "norm": step.norm}
-        bad = [name for name, value in numbers.items() if value is not None and not _finite(value)]
+        known = {name: value for name, value in numbers.items() if value is not None}
+        bad = [name for name, value in known.items() if not math.isfinite(value)]
         if bad and not step.skipped:
             yield f"{where}: {bad[0]} is {numbers[bad[0]]}, but the step is not marked as skipped"
         elif counted and step.skipped and step.skipped not in (bad or ["weights"]):
@@ -174,7 +171,6 @@ def _verdicts(attempt: Attempt) -> Iterator[str]:
 
 
 def _counters(attempt: Attempt) -> Iterator[str]:
-    """Yield counters of start, save and end lines that differ from the lines before them."""
     start, parent = attempt.start, attempt.parent
     for name, what in (("skipped", "steps skipped"), ("rollbacks", "roll-backs")):
         began, before = getattr(start, name), None
@@ -207,14 +203,11 @@ def _counters(attempt: Attempt) -> Iterator[str]:
 def _count(attempt: Attempt, name: str, step: int, line: int) -> int:
     """Returns the number of skipped steps (`name` is "skipped") or roll-backs up to `step`, counted
     in the lines before line number `line`."""
-    marked: Sequence[StepLine | RollbackLine] = attempt.rollbacks
-    if name == "skipped":
-        marked = attempt.steps.skipped()
+    skipped = name == "skipped"
+    marked: Sequence[StepLine | RollbackLine] = (
+        attempt.steps.skipped() if skipped else attempt.rollbacks
+    )
     return sum(item.step <= step and item.line < line for item in marked)
-
-
-def _finite(value: float) -> bool:
-    return abs(value) < math.inf  # False for NaN, too
 
 
 def _name(attempt: Attempt) -> str:

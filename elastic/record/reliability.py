@@ -50,7 +50,6 @@ class Goodput:
 
 
 def goodput(history: History) -> Goodput:
-    """Divide the wall time of a run among the fields of `Goodput`."""
     attempts = history.attempts
     kept = redone = skipped = stalled = between = 0.0
     starting: dict[str, float] = {}
@@ -61,8 +60,7 @@ def goodput(history: History) -> Goodput:
             good, bad, lost = time_in_steps(history, attempt)
             kept, skipped, redone = kept + good, skipped + bad, redone + lost
             rest = max(0.0, attempt.finished - _first_step_began(attempt) - good - bad - lost)
-            # `rest` is the attempt's time outside of steps. Stalls by saves are measured
-            # separately, so by rounding their sum may exceed it.
+            # Rounded, the stalls by saves may exceed `rest`, the attempt's time outside of steps.
             stall = min(rest, sum(save.get("stall") or 0.0 for save in attempt.saves))
             stalled, between = stalled + stall, between + rest - stall
     for before, after in pairwise(attempts):
@@ -90,8 +88,7 @@ def idle_spans(history: History) -> list[tuple[float, float]]:
 
 def failed_at(before: Attempt, after: Attempt) -> float:
     """Returns the Unix time of the failure between two attempts. The recorded time may be by the
-    clock of another machine, so the result is limited to the time between the last line of `before`
-    and the launch of `after`."""
+    clock of another machine, so it is limited to the time between the attempts."""
     cause = after.start.cause or {}
     ago = after.start.at - float(cause.get("at") or after.start.at)
     return min(max(after.loaded - ago, before.finished), after.began)
@@ -130,18 +127,19 @@ def reliability(history: History) -> Reliability:
         if after.start.cause is not None:
             # A run has recovered only once it is beyond every step done before the failure.
             highest = max(reached[before.number - 1], after.start.step)
-            back = _passed(attempts[after.number - 1 :], highest)
-            if back is not None:
-                recoveries[after.number] = back - failed_at(before, after)
+            for attempt in attempts[after.number - 1 :]:
+                if step := attempt.steps.beyond(highest):
+                    seconds = attempt.loaded + step.after - failed_at(before, after)
+                    recoveries[after.number] = seconds
+                    break
     mtbf = up / failures if failures else None
     mttr = sum(recoveries.values()) / len(recoveries) if recoveries else None
     return Reliability(failures, node_seconds, mtbf, mttr, recoveries)
 
 
 def time_in_steps(history: History, attempt: Attempt) -> tuple[float, float, float]:
-    """Returns (kept, skipped, repeated): seconds in steps of an attempt whose result is part of the
-    newest weights, in steps that were skipped or rolled back, and in steps that a later attempt
-    computed again."""
+    """Returns the seconds in steps of an attempt: (kept in the newest weights, skipped or rolled
+    back, computed again by a later attempt)."""
     number, seconds = attempt.steps.column("step"), attempt.steps.column("seconds")
     lasting = number <= history.kept.get(attempt.number, -1)
     vain = np.isin(number, [step.step for step in attempt.steps.skipped()])
@@ -177,14 +175,6 @@ def startup(attempt: Attempt) -> dict[str, float]:
     return {"other": rest, **split} if rest > 0 else split
 
 
-def _passed(attempts: list[Attempt], highest: int) -> float | None:
-    """Returns the time of the first step beyond `highest`; None without such a step."""
-    for attempt in attempts:
-        if step := attempt.steps.beyond(highest):
-            return attempt.loaded + step.after
-    return None
-
-
 PRIOR_SECONDS = 24 * 3600.0
 """1 / the prior mean of a node's failure rate, in seconds."""
 MAX_SECONDS = 30 * 60.0
@@ -201,9 +191,8 @@ def expected_mtbf(failures: int, node_seconds: float, nodes: int) -> float:
         node_seconds: sum of the nodes' uptimes so far.
         nodes: nodes of the job.
 
-    The failure rate of a node has a Gamma prior of shape 1 and mean 1 / `PRIOR_SECONDS`. Failures
-    are a Poisson process, so the posterior is Gamma again. The result is 1 / its mean rate, over
-    all nodes.
+    Failures are a Poisson process. A node's failure rate has a Gamma prior of shape 1 and mean
+    1 / `PRIOR_SECONDS`, so its posterior is Gamma too. The result is 1 / (mean rate x nodes).
     """
     if failures < 0 or not node_seconds >= 0 or nodes < 1:
         raise ValueError(
@@ -214,16 +203,14 @@ def expected_mtbf(failures: int, node_seconds: float, nodes: int) -> float:
 
 
 def best_interval(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Returns the seconds between saves that minimise the time lost to saving and to repeated
-    steps.
+    """Returns the seconds between saves that minimise the time lost to saving and to repeated steps
+    (Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+    equation 37). They are at least ten stalls, and otherwise at most 30 minutes.
 
     Args:
         stall_seconds: seconds for which a save stops training, without the writing that overlaps.
         mtbf_seconds: seconds between failures after which a checkpoint is loaded.
-
-    The result is that of Daly 2006, "A higher order estimate of the optimum checkpoint interval for
-    restart dumps", equation 37. It is limited to at least ten stalls, and to at most 30 minutes
-    unless ten stalls are longer. It is 0 if saves cost nothing: save as often as possible."""
+    """
     if not (stall_seconds >= 0 and mtbf_seconds > 0):
         raise ValueError(
             f"stall of {stall_seconds} s, MTBF of {mtbf_seconds} s: the first must be at least 0, "

@@ -26,7 +26,6 @@ class StepLine(NamedTuple):
     skipped: str
     """Why the update was skipped, see [Note: verdicts] of ledger.py; "": it was not."""
     line: int
-    """Number of the line in the file."""
     loss: float | None = None
     """NaN: the loss was not finite. None: the line has no loss."""
     norm: float | None = None
@@ -46,19 +45,13 @@ class StepLines(Sequence[StepLine]):
         self._consumed: list[str | None] = []
         self._skipped: dict[int, str] = {}
         """Index of a line whose update was skipped → why."""
-        self._adders = tuple(
-            self._columns[name].append
-            for name in ("step", "first", "after_last", "seconds", "after", "line", "loss", "norm")
-        )
+        names = ("step", "first", "after_last", "seconds", "after", "line", "loss", "norm")
+        self._adders = tuple(self._columns[name].append for name in names)
         self.highest = -1
         """The highest step; -1: there is no line."""
 
     def append(self, one: StepLine) -> None:
-        """Add a step line.
-
-        Raises:
-            OverflowError: a number has more than 64 bits.
-        """
+        """Add a step line. Raises OverflowError if a number has more than 64 bits."""
         if max(abs(one.first), abs(one.after_last), one.step) >= 1 << 63:
             raise OverflowError("a number that no run writes")
         if one.skipped:
@@ -99,7 +92,6 @@ class StepLines(Sequence[StepLine]):
         return np.array(self._columns[name])
 
     def skipped(self) -> list[StepLine]:
-        """Returns the step lines whose update was skipped."""
         return [self[index] for index in self._skipped]
 
     def lack(self, name: str) -> bool:
@@ -110,7 +102,6 @@ class StepLines(Sequence[StepLine]):
         return name not in _REAL or bool((self.column(name) == _ABSENT).any())
 
     def find(self, number: int) -> StepLine | None:
-        """Returns the first line of step `number`; None if there is no such line."""
         numbers = self._columns["step"]
         if not numbers:
             return None
@@ -123,8 +114,6 @@ class StepLines(Sequence[StepLine]):
             return None
 
     def beyond(self, number: int) -> StepLine | None:
-        """Returns the first line of a step greater than `number`; None if there is no such
-        line."""
         if self.highest <= number:
             return None
         return self[int((self.column("step") > number).argmax())]
@@ -160,11 +149,7 @@ class StepLines(Sequence[StepLine]):
         return values, [column.tobytes() for column in self._columns.values()]
 
     def fill(self, values: dict[str, object], columns: Sequence[bytes]) -> None:
-        """Fill an empty object with the result of `dump`.
-
-        Raises:
-            ValueError: the columns have different lengths.
-        """
+        """Fill an empty object with the result of `dump`, or raise ValueError."""
         for column, data in zip(self._columns.values(), columns, strict=True):
             column.frombytes(data)
         skipped, count = values["skipped"], values["count"]
