@@ -18,7 +18,7 @@ from trainer.parallel.expert import stacked_modules
 from trainer.parallel.parallelize import cut_layers, keep_weights
 from trainer.recipe import Recipe, Strategy
 from trainer.recipe.factory import refusing
-from trainer.recipe.sections import Adapter, Optimizer
+from trainer.recipe.sections import Optimizer
 from trainer.recipe.strategies import dividing, only, ranks, sizes
 from trainer.tasks.model_blocks import repeated_blocks
 from trainer.tasks.task import bare_model
@@ -37,9 +37,7 @@ class ParameterShape:
     row: int
     """Elements per row."""
     itemsize: int
-    """Bytes per element."""
     state: tuple[StateTensor, ...] = ()
-    """The tensors of the optimizer's state."""
     stacked: bool = False
     """Whether dim 0 is over experts."""
     divided: int = 1
@@ -68,13 +66,12 @@ class ParameterShape:
         return -(-self.rows // (self.divided * self.over(ranks))) * self.row
 
     def gathered(self, ranks: int) -> int:
-        """Return the number of elements in FSDP's all-gather of the parameter, including
-        padding."""
+        """Return the number of elements, including padding, in FSDP's all-gather."""
         return self.over(ranks) * self.sharded(ranks)
 
     def size_as(self, itemsize: int | None) -> int:
-        """Return the bytes per element after a cast to a format of `itemsize` bytes. Without
-        `itemsize`, or if elements are no numbers, there is no cast."""
+        """Return the bytes per element after a cast to `itemsize` bytes. There is no cast to None,
+        nor of elements that are no numbers."""
         return itemsize if itemsize and self.number else self.itemsize
 
     def state_bytes(self, ranks: int) -> int:
@@ -82,8 +79,8 @@ class ParameterShape:
         return sum(tensor.nbytes(self.sharded(ranks)) for tensor in self.state)
 
     def moment_bytes(self, ranks: int) -> int:
-        """Return the bytes of the optimizer's state on the first rank, without tensors that are not
-        sharded as the parameter is, such as step counts."""
+        """Return the bytes of the optimizer's state on the first rank, without step counts and
+        other tensors that are not sharded as the parameter is."""
         return sum(t.nbytes(self.sharded(ranks)) for t in self.state if t.block)
 
     @property
@@ -99,7 +96,6 @@ class Blueprint:
 
     recipe: Recipe
     model: nn.Module
-    """The whole model, on the meta device."""
     traced: nn.Module
     """The model that is traced: `model`, or an equal model with fewer blocks."""
     block_count: int
@@ -107,33 +103,25 @@ class Blueprint:
     documents: Literal["document_ids", "cu_seqlens"] | None
     """The argument by which the model gets document boundaries; None: it gets none."""
     flops_per_token: float
-    """See `Task.flops_per_token`."""
     units: tuple[tuple[ParameterShape, ...], ...]
     """Parameters by FSDP unit: the first unit has all parameters outside of blocks, and each block
     is a unit. Tied parameters appear once."""
     buffers: int
     """Bytes of the model's buffers."""
     optimizer: Optimizer
-    """Options of the optimizer, which determine the state of each parameter."""
 
     @property
     def parameter_count(self) -> int:
-        """Number of all weights."""
         return sum(shape.weights for unit in self.units for shape in unit)
 
     @property
     def trained_count(self) -> int:
-        """Number of trained weights."""
         return sum(shape.rows * shape.row for unit in self.units for shape in trained_of(unit))
 
 
 def read_blueprint(recipe: Recipe) -> Blueprint:
-    """Build the model of a recipe on the meta device.
-
-    Raises:
-        RecipeError: the model cannot be built.
-        ConfigError: the config.json of `model.init_from` cannot be used.
-    """
+    """Build the model of a recipe on the meta device. Raises RecipeError if that is not possible,
+    or ConfigError if the config.json of `model.init_from` cannot be used."""
     model, blocks, flops = bare_model(recipe)
     # A user's factory may return a model with weights, which planning does not need.
     model = model.to("meta")
@@ -147,8 +135,10 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
             shallow = dataclasses.replace(model.model.architecture, num_hidden_layers=DEPTH)
             traced = Decoder(shallow, recipe.model.attention, model.family)
         traced.preference = model.preference
-        if recipe.model.adapter:
-            adapter = _adapter_for_fewer_blocks(model, recipe.model.adapter)
+        if recipe.model.adapter:  # selects layers by suffix, because indices of blocks differ
+            layers = [name for name, one in model.named_modules() if isinstance(one, LoraLinear)]
+            suffixes = tuple({name.rpartition(".")[2] for name in layers})
+            adapter = dataclasses.replace(recipe.model.adapter, targets=suffixes)
             add_adapters(traced, adapter, recipe.precision.dtype)
     for one in (model, traced):
         keep_weights(one, recipe)
@@ -164,13 +154,6 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
         optimizer=recipe.optimizer,
     )
-
-
-def _adapter_for_fewer_blocks(model: Decoder, adapter: Adapter) -> Adapter:
-    """Return adapter options that select the same layers in a model with fewer blocks: by suffix,
-    because indices of blocks differ."""
-    layers = [name for name, one in model.named_modules() if isinstance(one, LoraLinear)]
-    return dataclasses.replace(adapter, targets=tuple({n.rpartition(".")[2] for n in layers}))
 
 
 Units: TypeAlias = tuple[tuple[ParameterShape, ...], ...]
@@ -193,11 +176,8 @@ class StageBlueprint:
     the head if it is the last. Without a pipeline there is one stage, the whole model."""
 
     first: bool
-    """Whether the stage has the embedding."""
     last: bool
-    """Whether the stage has the head."""
     blocks: int
-    """Number of blocks."""
     units: Units
     """Parameters by FSDP unit as in `Blueprint`, cut by tensor parallelism."""
     tied: tuple[ParameterShape, ...] = ()
@@ -206,11 +186,8 @@ class StageBlueprint:
 
 def stage_of(blueprint: Blueprint, blocks: range, cut: Strategy) -> StageBlueprint:
     """Return the shapes of the pipeline stage with these blocks, on one of the ranks that compute
-    each layer together. `cut`: strategy that says how layers and experts are divided.
-
-    Raises:
-        RecipeError: the model cannot be cut that way.
-    """
+    each layer together. `cut`: strategy that says how layers and experts are divided. Raises
+    RecipeError if the model cannot be divided that way."""
     first, last = blocks.start == 0, blocks.stop == blueprint.block_count
     return _stage_of(
         blueprint, first, last, len(blocks), only(cut, *dividing("layers")), ranks(cut, "experts")
@@ -236,8 +213,8 @@ def _stage_of(
 
 
 def _divided(units: Units, apart: int, together: int) -> Units:
-    """Return the units with experts divided among `apart` expert-parallel ranks. `together`: number
-    of tensor-parallel ranks."""
+    """Return the units with experts divided among `apart` ep ranks. `together`: number of tp
+    ranks."""
     if apart == 1:
         return units
     return tuple(
@@ -281,19 +258,14 @@ def _shape(
 
 
 def trained_of(unit: Sequence[ParameterShape]) -> list[ParameterShape]:
-    """Return the trained parameters of a unit."""
     return [shape for shape in unit if shape.trained]
 
 
 def bytes_of(
     shapes: Sequence[ParameterShape], ranks: int | None = None, itemsize: int | None = None
 ) -> int:
-    """Return the bytes of parameters.
-
-    Args:
-        ranks: number of FSDP shards, of which the first is counted; None: whole parameters.
-        itemsize: bytes per element after a cast; None: there is no cast.
-    """
+    """Return the bytes of parameters, or of the first of `ranks` FSDP shards of each. `itemsize`:
+    bytes per element after a cast; None: there is no cast."""
     return sum(
         (shape.sharded(ranks) if ranks else shape.whole) * shape.size_as(itemsize)
         for shape in shapes
@@ -301,8 +273,7 @@ def bytes_of(
 
 
 def gathered_bytes(shapes: Sequence[ParameterShape], ranks: int, itemsize: int) -> int:
-    """Return the bytes in FSDP's all-gather of parameters over `ranks` ranks, including padding.
-    `itemsize`: bytes per element."""
+    """Return the bytes in FSDP's all-gather of parameters over `ranks` ranks, including padding."""
     return sum(shape.gathered(ranks) * shape.size_as(itemsize) for shape in shapes)
 
 

@@ -16,18 +16,13 @@ BANDWIDTH_SHARE = 0.8
 roofline models."""
 NETWORK_SHARE = 0.8
 """Fraction of a link's bandwidth that a collective reaches: 370 of the 450 GB/s of an H100's
-NVLink, by NCCL's authors (NVIDIA/nccl-tests issue 212). Measure with nccl-tests on a real
-machine."""
+NVLink, by NCCL's authors (NVIDIA/nccl-tests issue 212)."""
 CALL = 8.4e-6
 """Fixed seconds of a collective. CALL, HOP, HOP_OVER_PCIE and HOP_BETWEEN_NODES are from NCCL's
 model for choosing algorithms (NVIDIA/nccl, src/graph/tuning.cc, for algorithm Ring and protocol
 Simple)."""
-HOP = 3.4e-6
-"""Fixed seconds per ring step of a collective over NVLink."""
-HOP_OVER_PCIE = 5.7e-6
-"""Fixed seconds per ring step of a collective between GPUs of a node over PCIe."""
-HOP_BETWEEN_NODES = 14e-6
-"""Fixed seconds per ring step of a collective over the network."""
+HOP, HOP_OVER_PCIE, HOP_BETWEEN_NODES = 3.4e-6, 5.7e-6, 14e-6
+"""Fixed seconds per ring step of a collective over NVLink, PCIe, and the network."""
 PLATEAU = 1.9
 """NCCL's factor on the time of large messages in a ring over several nodes. With it the model
 predicts 239 GB/s where 256 H100s gather 2 GB at 200 GB/s (NVIDIA/nccl issue 1218)."""
@@ -43,9 +38,8 @@ Assumed: eight channels of DDR5-4800 have a peak of 307 GB/s."""
 DISK_BANDWIDTH = 5e9
 """Bytes/s of a node's local disk, with strategy.offload: nvme. Assumed: one drive on PCIe 4."""
 UPDATE_ON_DISK = 16
-"""Bytes per parameter between memory and disk in an update, without the optimizer's state. The
-weight is read and written, and the gradient is read for the norm and for the update: 4 bytes
-each."""
+"""Bytes per parameter between memory and disk in an update, without the optimizer's state: 4 bytes
+each to read and write the weight, and to read the gradient for the norm and for the update."""
 PAGEABLE_SHARE = 0.5
 """Fraction of PCIe's bandwidth that copies reach from and to unpinned memory, such as mapped files.
 Assumed: the driver copies everything twice, which halves the speed in NVIDIA's examples."""
@@ -60,8 +54,7 @@ clipping: 4 bytes each."""
 
 ROUNDING_TRAFFIC = {"fp32": 0, "bf16": 250, "int8": 450}
 """`optimizer.state_dtype` → additional bytes of memory traffic per parameter in an update whose
-results are rounded: float32 temporaries and hashes in trainer/optim/formats.py. Rounding weights to
-bf16 costs as much as rounding state to bf16."""
+results are rounded (trainer/optim/formats.py). Rounding weights to bf16 costs as much."""
 
 ADDITION_TRAFFIC = 12
 """Bytes of host memory traffic per parameter for adding an offloaded gradient to the sum of earlier
@@ -80,25 +73,21 @@ class PlannedMachine:
     net: float = DEFAULT_NET
     """Bytes/s between one node and all other nodes, one way, over all its network cards."""
     launch: float = LAUNCH
-    """Seconds for launching a kernel."""
     call: float = CALL
-    """Fixed seconds of a collective."""
     hop: float = HOP
-    """Fixed seconds per ring step of a collective inside a node."""
     hop_between: float = HOP_BETWEEN_NODES
-    """Fixed seconds per ring step of a collective between nodes."""
     storage: float | None = None
     """Bytes/s at which all ranks together write a checkpoint."""
+    # Unknown memory and disk (None) are treated as unlimited.
     node_memory: float | None = None
-    """Bytes of a node's host memory; None: unknown, treated as unlimited."""
+    """Bytes of a node's host memory."""
     node_disk: float | None = None
-    """Bytes of a node's local disk; None: unknown, treated as unlimited."""
+    """Bytes of a node's local disk."""
     note: str = ""
-    """What the user should know about the assumed machine, as text."""
+    """Text for the user about what is assumed."""
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, one per GPU."""
         return self.nodes * self.gpus_per_node
 
 
@@ -118,7 +107,6 @@ def describe_machine(
     Args:
         gpus: GPUs of a node: 8xH100, 8x80GB, or H100 for a single one. For names see `listed_name`.
             More than LARGEST_NODE are split into nodes of USUAL_NODE.
-        nodes: number of nodes.
         dtype: dtype of the computation, as in `precision.dtype`.
         net: bandwidth of a node's network: 400Gb/s, 50GB/s, 8x400Gb/s for eight network cards.
         storage: bandwidth of all ranks together to storage, such as 2GB/s.
@@ -152,10 +140,7 @@ def describe_machine(
         wanted = float(size[1])
         # Several GPUs have memory of this size. The slowest is assumed, so no time is too short.
         able = [n for n in GPUS if GPUS[n].flash_attention or dtype != "bf16"]
-        name = min(
-            able,
-            key=lambda n: (abs(GPUS[n].sold_as - wanted), peak_tflops(GPUS[n], dtype)),
-        )
+        name = min(able, key=lambda n: (abs(GPUS[n].sold_as - wanted), peak_tflops(GPUS[n], dtype)))
         gpu = replace(GPUS[name], memory=wanted * 1e9)
         named = shlex.quote(f"{count}x{name}")
         notes.append(f"No GPU is named: seconds are those of {name} (--gpus {named}).")
@@ -202,7 +187,6 @@ def _rate(option: str, text: str) -> float:
 
 
 def _size(option: str, text: str) -> float:
-    """Parse a size, such as 2TB; returns bytes."""
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GT])B", text.strip())
     if not matched or not float(matched[1]):
         raise RecipeError(f"{option}: {text!r} is not a size; write 512GB or 2TB")

@@ -16,10 +16,8 @@ from trainer.models import attention, loss
 @contextmanager
 def cuda_kernels(flash: bool, memory: float) -> Iterator[None]:
     """Context in which attention and RMSNorm allocate memory as on CUDA, and the loss as on a GPU
-    with `memory` bytes. `flash`: whether that GPU has compute capability 8.0 or above.
-
-    Fake CUDA tensors are no alternative: they need a CUDA build of torch.
-    """
+    with `memory` bytes. `flash`: whether that GPU has compute capability 8.0 or above. (Fake CUDA
+    tensors would need a CUDA build of torch.)"""
     attend = partial(_attend, flash)
     # Functions are patched, because a TorchFunctionMode is off in backward, which recomputes
     # blocks.

@@ -3,6 +3,7 @@
 import difflib
 import re
 from dataclasses import dataclass
+from functools import partial
 
 MIB = 1 << 20
 MAKER = r"(?:NVIDIA |AMD |Tesla |GeForce |Instinct )*"
@@ -34,7 +35,6 @@ class Gpu:
     pcie: float
     """Bytes/s to the host, one way: PCIe or NVLink-C2C."""
     source: str
-    """The vendor's document."""
     flash_attention: bool = True
     """Whether flash attention and bf16 tensor cores are supported, as from compute capability 8.0
     on."""
@@ -46,8 +46,9 @@ class Gpu:
     0.5 to 0.73 on an A100 (arXiv 2307.08691) and 0.35 on an H100 (arXiv 2407.08608)."""
 
 
-HOPPER = 0.35
-"""`Gpu.attention` of Hopper and later GPUs, which FlashAttention-2 does not fully use."""
+_hopper = partial(Gpu, attention=0.35)
+"""Creates a Hopper or later GPU, which FlashAttention-2 does not fully use."""
+_no_flash = partial(Gpu, flash_attention=False)
 BLACKWELL = "NVIDIA Blackwell data sheet: GB200 NVL72 and HGX B200"
 H100 = "NVIDIA H100 Tensor Core GPU data sheet"
 H200 = "NVIDIA H200 Tensor Core GPU data sheet"
@@ -68,43 +69,28 @@ V100 = "NVIDIA V100 Tensor Core GPU data sheet"
 # GH200, H200, H100 PCIe and H100 NVL. Links and PCIe are not checked.
 GPUS = {
     # Two GPUs share NVLink-C2C to one Grace CPU, 900 GB/s in both directions together.
-    "GB200": Gpu(
+    "GB200": _hopper(
         "GB200", 2500, 5000, 80, 186, 189471 * MIB, 8e12, 900e9, 225e9, BLACKWELL, card=50e9,
-        attention=HOPPER,
     ),
-    "B200": Gpu(
+    "B200": _hopper(
         "B200", 2250, 4500, 75, 180, 183359 * MIB, 7.7e12, 900e9, 64e9, BLACKWELL, card=50e9,
-        attention=HOPPER,
     ),
-    "GH200": Gpu(
+    "GH200": _hopper(
         r"GH200 (?:120|480)GB", 989, 1979, 67, 96, 97871 * MIB, 4e12, 450e9, 450e9,
-        "NVIDIA GH200 Grace Hopper Superchip data sheet", attention=HOPPER,
+        "NVIDIA GH200 Grace Hopper Superchip data sheet",
     ),
-    "H200 NVL": Gpu(
-        "H200 NVL", 835, 1671, 60, 141, 143771 * MIB, 4.8e12, 450e9, 64e9, H200,
-        attention=HOPPER,
-    ),
-    "H200": Gpu(
-        "H200", 989, 1979, 67, 141, 143771 * MIB, 4.8e12, 450e9, 64e9, H200, card=50e9,
-        attention=HOPPER,
-    ),
-    "H100 PCIe": Gpu(
-        "H100 PCIe", 756, 1513, 51, 80, 81559 * MIB, 2.0e12, 64e9, 64e9, H100, attention=HOPPER,
-    ),
-    "H100 NVL": Gpu(
-        "H100 NVL", 835, 1671, 60, 94, 95830 * MIB, 3.9e12, 64e9, 64e9, H100, attention=HOPPER,
-    ),
-    "H100": Gpu(
+    "H200 NVL": _hopper("H200 NVL", 835, 1671, 60, 141, 143771 * MIB, 4.8e12, 450e9, 64e9, H200),
+    "H200": _hopper("H200", 989, 1979, 67, 141, 143771 * MIB, 4.8e12, 450e9, 64e9, H200, card=50e9),
+    "H100 PCIe": _hopper("H100 PCIe", 756, 1513, 51, 80, 81559 * MIB, 2.0e12, 64e9, 64e9, H100),
+    "H100 NVL": _hopper("H100 NVL", 835, 1671, 60, 94, 95830 * MIB, 3.9e12, 64e9, 64e9, H100),
+    "H100": _hopper(
         "H100 80GB HBM3", 989, 1979, 67, 80, 81559 * MIB, 3.35e12, 450e9, 64e9, H100, card=50e9,
-        attention=HOPPER,
     ),
     "A100": Gpu(
-        "A100-SXM4-80GB", 312, None, 19.5, 80, 81920 * MIB, 2.039e12, 300e9, 32e9, A100,
-        card=25e9,
+        "A100-SXM4-80GB", 312, None, 19.5, 80, 81920 * MIB, 2.039e12, 300e9, 32e9, A100, card=25e9,
     ),
     "A100 40GB": Gpu(
-        "A100-SXM4-40GB", 312, None, 19.5, 40, 40960 * MIB, 1.555e12, 300e9, 32e9, A100,
-        card=25e9,
+        "A100-SXM4-40GB", 312, None, 19.5, 40, 40960 * MIB, 1.555e12, 300e9, 32e9, A100, card=25e9,
     ),
     "A100 PCIe": Gpu(
         "A100 80GB PCIe", 312, None, 19.5, 80, 81920 * MIB, 1.935e12, 32e9, 32e9, A100,
@@ -116,11 +102,11 @@ GPUS = {
         "L40S", 362, 733, 91.6, 48, 46068 * MIB, 0.864e12, 32e9, 32e9, "NVIDIA L40S data sheet",
     ),
     "L40": Gpu(
-        "L40", 181, 362, 90.5, 48, 46068 * MIB, 0.864e12, 32e9, 32e9, "NVIDIA L40 data sheet"
+        "L40", 181, 362, 90.5, 48, 46068 * MIB, 0.864e12, 32e9, 32e9, "NVIDIA L40 data sheet",
     ),
     "L4": Gpu("L4", 121, 242.5, 30.3, 24, 23034 * MIB, 0.3e12, 32e9, 32e9, "NVIDIA L4 data sheet"),
     "A10G": Gpu(
-        "A10G", 70, None, 35, 24, 23028 * MIB, 0.6e12, 32e9, 32e9, "NVIDIA A10G data sheet"
+        "A10G", 70, None, 35, 24, 23028 * MIB, 0.6e12, 32e9, 32e9, "NVIDIA A10G data sheet",
     ),
     "RTX A6000": Gpu(
         "RTX A6000", 154.8, None, 38.7, 48, 49140 * MIB, 0.768e12, 32e9, 32e9,
@@ -141,29 +127,25 @@ GPUS = {
         "NVIDIA Ampere GA102 GPU Architecture whitepaper",
     ),
     # `link` is that of seven Infinity Fabric links of 64 GB/s, one way.
-    "MI300X": Gpu(
+    "MI300X": _hopper(
         r"MI300X(?: OAM| VF)?", 1307.4, 2614.9, 163.4, 192, 196592 * MIB, 5.3e12, 448e9, 64e9,
-        "AMD Instinct MI300X Accelerator data sheet", card=50e9, attention=HOPPER,
+        "AMD Instinct MI300X Accelerator data sheet", card=50e9,
     ),
-    "V100-PCIE": Gpu(
+    "V100-PCIE": _no_flash(
         "V100-PCIE-16GB", 112, None, 14, 16, 16160 * MIB, 0.9e12, 16e9, 16e9, V100,
-        flash_attention=False,
     ),
-    "V100-PCIE 32GB": Gpu(
+    "V100-PCIE 32GB": _no_flash(
         "V100-PCIE-32GB", 112, None, 14, 32, 32510 * MIB, 0.9e12, 16e9, 16e9, V100,
-        flash_attention=False,
     ),
-    "V100 32GB": Gpu(
+    "V100 32GB": _no_flash(
         "V100-SXM2-32GB", 125, None, 15.7, 32, 32510 * MIB, 0.9e12, 150e9, 16e9, V100,
-        flash_attention=False,
     ),
-    "V100": Gpu(
+    "V100": _no_flash(
         "V100-SXM2-16GB", 125, None, 15.7, 16, 16160 * MIB, 0.9e12, 150e9, 16e9, V100,
-        flash_attention=False,
     ),
-    "T4": Gpu(
+    "T4": _no_flash(
         "T4", 65, None, 8.1, 16, 15360 * MIB, 0.32e12, 16e9, 16e9,
-        "NVIDIA T4 Tensor Core GPU data sheet", flash_attention=False,
+        "NVIDIA T4 Tensor Core GPU data sheet",
     ),
 }  # fmt: skip
 

@@ -39,15 +39,11 @@ class ImaginedRanks:
         return self.count
 
 
-def tokens_of(length: int, cp: int, rank: int) -> int:
-    """Return the number of tokens of a sequence on a rank of a ring of `cp` ranks."""
-    return sum(map(len, context.chunks(length, cp, rank)))
-
-
 def ring_of(rows: int, length: int, cp: int) -> context.Ring:
     """Create the ring attention of the rank with the most tokens, for one document per sequence.
     Called outside fake mode, because it reads tensor values."""
-    group: Any = ImaginedRanks(cp, max(range(cp), key=lambda rank: tokens_of(length, cp, rank)))
+    tokens = [sum(map(len, context.chunks(length, cp, rank))) for rank in range(cp)]
+    group: Any = ImaginedRanks(cp, tokens.index(max(tokens)))
     with patch.object(context, "dist", _distributed(lambda *_: None)):
         return context.Ring(group, None, (rows, length), torch.device("cpu"))
 
@@ -55,22 +51,15 @@ def ring_of(rows: int, length: int, cp: int) -> context.Ring:
 @contextmanager
 def imagined_ranks(note: Note, ring: context.Ring | None, on_gpu: bool = False) -> Iterator[None]:
     """Context in which parameters are cut to the first rank's parts, and messages are passed to
-    `note` instead of sent.
-
-    Args:
-        ring: ring attention for all passes; None without context parallelism.
-        on_gpu: whether the traced rank has a GPU.
-    """
+    `note` instead of sent. `ring`: ring attention for all passes; None without context parallelism.
+    `on_gpu`: whether the traced rank has a GPU."""
 
     def part(whole: Tensor, mesh: ImaginedRanks, placements: list[Placement], **_: Any) -> Tensor:
         (cut,) = placements
         return whole.chunk(mesh.count, cut.dim)[0].clone() if isinstance(cut, Shard) else whole
 
-    def gather(parts: Tensor, mine: Tensor, group: ImaginedRanks) -> None:
-        note("layers", parts.nbytes - mine.nbytes)
-
-    def reduce_scatter(mine: Tensor, parts: Tensor, group: ImaginedRanks) -> None:
-        note("layers", parts.nbytes - mine.nbytes)
+    def collect(result: Tensor, x: Tensor, group: ImaginedRanks) -> None:
+        note("layers", abs(result.nbytes - x.nbytes))
 
     def pass_on(x: Tensor, tokens: int, tag: int) -> Callable[[], Tensor]:
         note("ring", x.nbytes)
@@ -88,8 +77,8 @@ def imagined_ranks(note: Note, ring: context.Ring | None, on_gpu: bool = False) 
     imagined: dict[str, Any] = {
         "dist": _distributed(note),
         "distribute_tensor": part,
-        "all_gather_single": gather,
-        "reduce_scatter_single": reduce_scatter,
+        "all_gather_single": collect,
+        "reduce_scatter_single": collect,
     }
     # Not recorded: a few bytes of counts, and of means over parts of sequences.
     silent = _distributed(lambda *_: None)
@@ -112,8 +101,7 @@ def imagined_ranks(note: Note, ring: context.Ring | None, on_gpu: bool = False) 
 
 
 def _distributed(note: Note) -> SimpleNamespace:
-    """Return a replacement for `torch.distributed` whose collectives pass messages to `note`. All
-    other operations are missing, so a module that calls them cannot be traced."""
+    """Return a replacement for `torch.distributed` whose collectives pass messages to `note`."""
 
     def all_reduce(x: Tensor, _op: Any = None, group: Any = None) -> None:
         note("layers", 2 * x.nbytes * (group.count - 1) / group.count, 2)

@@ -12,20 +12,16 @@ from trainer.plan.storages import storage_of
 
 
 class LiveTensors(TorchDispatchMode):
-    """Mode that measures the bytes of storages that operators allocate, until they are freed.
-
-    Works on real tensors and on fake tensors, whose storages have a size but no memory. Memory that
-    an operator frees before it returns, such as a kernel's workspace, is not counted.
-    """
+    """Mode that measures the bytes of storages that operators allocate, until they are freed. The
+    storages of fake tensors have a size, too, but no memory. Memory that an operator frees before
+    it returns, such as a kernel's workspace, is not counted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.label = ""
-        """Label for storages that are allocated from now on."""
         self.alive = 0
         """Bytes that were allocated, and not freed, when the last operator returned."""
         self.peak = 0
-        """Largest value of `alive` so far."""
         self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
 
     def __torch_dispatch__(
@@ -33,13 +29,13 @@ class LiveTensors(TorchDispatchMode):
     ) -> Any:
         if operator.namespace == "prim":  # queries such as a tensor's device
             return operator(*args, **(kwargs or {}))
-        inputs = {_key(storage) for storage in _storages((args, kwargs))}
+        inputs = {storage._cdata for storage in _storages((args, kwargs))}
         result = self.compute(operator, args, kwargs or {})
         for storage in _storages(result):
-            known = self._made.get(_key(storage))
+            known = self._made.get(storage._cdata)
             # A result that shares an input's storage is not a new allocation.
-            if _key(storage) not in inputs and (known is None or known[0]() is None):
-                self._made[_key(storage)] = (weakref.ref(storage), self.label)
+            if storage._cdata not in inputs and (known is None or known[0]() is None):
+                self._made[storage._cdata] = (weakref.ref(storage), self.label)
         self.alive = self.total()
         self.peak = max(self.peak, self.alive)
         return result
@@ -51,7 +47,7 @@ class LiveTensors(TorchDispatchMode):
     def total(self, label: str | None = None, ignored: Iterable[torch.Tensor] = ()) -> int:
         """Return the bytes that are allocated now. With `label`, count only storages with that
         label. Never count the storages of `ignored`."""
-        left_out = {_key(storage_of(tensor)) for tensor in ignored}
+        left_out = {storage_of(tensor)._cdata for tensor in ignored}
         total = 0
         for key, (reference, made_as) in list(self._made.items()):
             storage = reference()
@@ -64,7 +60,3 @@ class LiveTensors(TorchDispatchMode):
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [storage_of(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _key(storage: torch.UntypedStorage) -> int:
-    return storage._cdata

@@ -9,7 +9,7 @@ the phase of the step:
 - *head*: backward through loss and output head; FSDP has gathered the last block again.
 - *blocks*: backward through a block, with its recomputed activations and gradients. After each
   block its activations are freed, and its reduced gradients allocated. So the maximum is at the
-  last block, at the block before the last (when a reduction buffer exists, too), or at the first.
+  last block, at the block before it (when a reduction buffer exists, too), or at the first.
 - *end*: backward through the embedding.
 - *reduce*: FSDP copies the gradients outside of blocks into the reduction buffer.
 - *update*: all gradients are reduced; the optimizer runs.
@@ -37,9 +37,8 @@ Facts about torch that the sums rely on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/
   nothing. While one stage computes, other stages of the rank keep gathered units, gradients of
   earlier passes, and the last reduction buffer.
 - If gradients of weights are postponed (zero_bubble), backward of the inputs frees nothing until it
-  is done. Then it frees all that the gradients of weights do not need. These are computed from the
-  last layer to the first, each frees its inputs, and all bypass FSDP's hooks and are reduced at the
-  end.
+  is done, and then all that the gradients of weights do not need. The gradients of weights are
+  computed from the last layer to the first, bypass FSDP's hooks, and are reduced at the end.
 - DDP keeps its buckets always. Gradients of passes under `no_sync` are allocated outside of the
   buckets, and move into the buckets in the last pass.
 """
@@ -76,7 +75,7 @@ class PeakPoint:
     gradients: int = 0
     """Bytes of reduced gradients, or of DDP's buckets."""
     pass_: int = 0
-    """Bytes in a phase of the traced pass, and beside it of other micro-batches and stages."""
+    """Bytes of the traced pass, of other micro-batches, and of the rank's other stages."""
     other: int = 0
     """All other bytes: gathered units, buffers of collectives, unreduced gradients."""
 
@@ -156,13 +155,11 @@ class ShardedStage:
 
     @property
     def resting(self) -> IdleStage:
-        """Bytes that this stage keeps while another stage of its rank computes."""
         between = sum(self._of_passes(True)) + self._all_reduced(True, 0)
         return IdleStage(self._gathered, between, self._slices)
 
     def points(self, which: StagePass) -> list[PeakPoint]:
-        """Return the memory at each point of a pass where the peak may be. It includes what earlier
-        passes of the stage left allocated."""
+        """Return the peak points of a pass, with what earlier passes of the stage left."""
         kind, before, last, fresh = which
         if kind == "F":
             return self._forward(before, fresh)
@@ -185,23 +182,24 @@ class ShardedStage:
         return self._padded(trained_of(unit), self._reduced)
 
     def _slice_of(self, unit: Sequence[ParameterShape]) -> int:
-        """Return the bytes of the reduced gradients of a unit on a rank."""
+        """Return the bytes of a rank's shard of the reduced gradients of a unit."""
         return bytes_of(trained_of(unit), self._layout.shards)
 
     def _accumulated(self, unit: Sequence[ParameterShape]) -> int:
         return bytes_of(trained_of(unit), None, self._reduced)
 
+    # In the methods below, `before` says whether the stage has had a backward pass in this step.
+
     def _of_passes(self, before: bool) -> tuple[int, int, int]:
         """Return the bytes that earlier backward passes left: of reduced gradients, of whole
-        gradients, and of the last reduction buffer. `before`: whether there were any."""
+        gradients, and of the last reduction buffer."""
         if not before:
             return 0, 0, 0
         return (self._slices, 0, self._last_buffer) if self._every_pass else (0, self._whole, 0)
 
     def _apart(self, before: bool) -> int:
-        """Return the largest number of reductions whose all-reduced shards are separate from the
-        gradients; 0 without replicas. `before`: whether the stage has had a backward pass in this
-        step. If so, all reductions of the step count, otherwise one."""
+        """Return the largest number of reductions, among all of the step if `before`, else one,
+        whose all-reduced shards are separate from the gradients."""
         if self._layout.replicas == 1:
             return 0
         return (self._layout.reductions if before else 1) - self._in_place
@@ -215,8 +213,6 @@ class ShardedStage:
         return sum(bytes_of(trained_of(unit), shards, self._reduced) for unit in units)
 
     def _forward(self, before: bool, fresh: bool) -> list[PeakPoint]:
-        """Return the peak points of a forward pass: at the loss, in the last block, and when
-        gathered units are copied out."""
         early, aside, kept = self._of_passes(before)
         whole = fresh and (self._every_pass or not before)  # this pass also gathers the root
         gathers, ahead = self._free or whole, self._layout.gathers_ahead
@@ -239,13 +235,8 @@ class ShardedStage:
         return points
 
     def _backward(self, before: bool, reduces: bool, freed: bool) -> list[PeakPoint]:
-        """Return the peak points of a backward pass.
-
-        Args:
-            before: whether a backward pass of the stage precedes this pass in the step.
-            reduces: whether this pass reduces gradients.
-            freed: whether an earlier pass has freed the units that forward gathered.
-        """
+        """Return the peak points of a backward pass. `reduces`: whether the pass reduces gradients.
+        `freed`: whether an earlier pass has freed the units that forward gathered."""
         free = self._free or freed
         whole = self._root if free else self._gathered
         trace, units = self.trace, self._units
@@ -317,12 +308,6 @@ class ShardedStage:
             PeakPoint("reduce", done, 0, self._reducing(units[0], before) + after),
         ]
 
-    def _from_the_last(self) -> Sequence[Sequence[ParameterShape]]:
-        """Return the units in the order of `PassTrace.weights_peaks`: the head, then blocks from
-        last to first."""
-        head, *blocks = self._units
-        return [head] * self._stage.last + blocks[::-1]
-
     def _first_ends(self) -> PeakPoint:
         """Return the peak point at the end of the first of several passes, when the gradients of
         the last unit are being cast, and all other gradients have been cast."""
@@ -345,11 +330,10 @@ class ShardedStage:
         return most
 
     def _reducing(self, unit: Sequence[ParameterShape], before: bool) -> int:
-        """Return the peak bytes while a unit's gradients are reduced. They are copied into a
-        buffer. It is reduced into a second buffer, while torch still holds the gradient of the
-        unit's last parameter. A shard group of one rank reduces nothing. If there are replicas,
-        torch then divides the buffer by 1, into a new one. `before`: whether the stage has had a
-        backward pass in this step."""
+        """Return the peak bytes while a unit's gradients are reduced. The gradients are copied into
+        a buffer, which is reduced into a second buffer, while torch still holds the gradient of the
+        unit's last parameter. A shard group of one rank reduces nothing; if there are replicas,
+        torch then divides the buffer by 1, into a new buffer."""
         unit = trained_of(unit)
         buffer = self._buffer_of(unit)
         ranks = unit[0].over(self._layout.shards) if unit else 1
@@ -373,7 +357,9 @@ class ShardedStage:
         whole = [0 if added else size for size in made]
         other = self._gathered + aside
         points, done = [], 0
-        for held, unit in zip(self.trace.weights_peaks, self._from_the_last(), strict=True):
+        head, *blocks = self._units
+        computed: list[Sequence[ParameterShape]] = [*[head] * self._stage.last, *blocks[::-1]]
+        for held, unit in zip(self.trace.weights_peaks, computed, strict=True):
             points.append(PeakPoint("blocks", 0, held, other + done))
             done += 0 if added else bytes_of(trained_of(unit), None, self._compute)
         points.append(PeakPoint("blocks", 0, 0, other + sum(whole)))
@@ -393,8 +379,8 @@ class ShardedStage:
 
 
 class UnshardedStage:
-    """Computes the memory of a stage on a rank without FSDP, from a trace of its pass. Gradients
-    are allocated one by one in the first pass, and kept by later passes."""
+    """Computes the memory of a stage on a rank without FSDP, from a trace of its pass. The first
+    pass allocates gradients one by one, and later passes keep them."""
 
     def __init__(self, stage: StageBlueprint, trace: PassTrace) -> None:
         self.trace, self._stage = trace, stage
@@ -436,40 +422,32 @@ def ddp_points(
 ) -> list[PeakPoint]:
     """Return the peak points of a step under DDP. `gathered`: peak bytes of the update, in ZeRO-1's
     gather or in rounding."""
-    shapes = [shape for unit in stage.units for shape in trained_of(unit)]
-    whole, root = bytes_of(shapes), bytes_of(trained_of(stage.units[0]))
-    several = layout.passes > 1
-    points = [PeakPoint("update", whole, 0, gathered)]
-    if layout.replicas > 1:
-        aside = whole if several else 0
-        points += [
-            PeakPoint("forward", whole, trace.head_forward, aside),
-            PeakPoint("head", whole, trace.head_backward, aside),
-            PeakPoint("blocks", whole, trace.last_backward, aside),
-            PeakPoint("end", whole, trace.tail_backward, min(aside, root)),
-        ]
-        block = bytes_of(trained_of(stage.units[-1]))
-        for back, below in inner_blocks(stage):
-            held = trace.first_backward + below * trace.block_saved
-            points.append(PeakPoint("blocks", whole, held, max(0, aside - back * block)))
-        return points
-    # With several passes all gradients exist; with a single pass only those of finished blocks.
-    before, block = (whole, 0) if several else (0, bytes_of(trained_of(stage.units[-1])))
-    points += [
-        PeakPoint("forward", before, trace.head_forward),
-        PeakPoint("head", before, trace.head_backward),
-        PeakPoint("blocks", before, trace.last_backward),
-        PeakPoint("end", before or whole - root, trace.tail_backward),
+    root, block = (bytes_of(trained_of(stage.units[number])) for number in (0, -1))
+    whole = sum(bytes_of(trained_of(unit)) for unit in stage.units)
+    earlier = whole if layout.passes > 1 else 0  # gradients of earlier passes
+
+    def point(phase: str, held: int, done: int) -> PeakPoint:
+        """Return the point at which backward has computed `done` bytes of gradients."""
+        if layout.replicas > 1:
+            return PeakPoint(phase, whole, held, max(0, earlier - done))
+        return PeakPoint(phase, earlier or done, held)
+
+    return [
+        PeakPoint("update", whole, 0, gathered),
+        point("forward", trace.head_forward, 0),
+        point("head", trace.head_backward, 0),
+        point("blocks", trace.last_backward, 0),
+        point("end", trace.tail_backward, whole - root),
+        *(
+            point("blocks", trace.first_backward + below * trace.block_saved, back * block)
+            for back, below in inner_blocks(stage)
+        ),
     ]
-    for back, below in inner_blocks(stage):
-        held = trace.first_backward + below * trace.block_saved
-        points.append(PeakPoint("blocks", before + back * block, held))
-    return points
 
 
 def gather_bytes(shapes: Sequence[ParameterShape], ranks: int) -> int:
     """Return the peak bytes of ZeRO-1's gather after the update: a whole bucket, this rank's part
-    of it, and one more copy of a tensor whose rows do not divide evenly."""
+    of the bucket, and one more copy of a tensor whose rows do not divide evenly."""
     largest = 0
     for bucket in buckets([bytes_of([shape]) for shape in shapes]):
         members = [shapes[place] for place in bucket]
@@ -479,8 +457,7 @@ def gather_bytes(shapes: Sequence[ParameterShape], ranks: int) -> int:
 
 
 def inner_blocks(stage: StageBlueprint) -> list[tuple[int, int]]:
-    """Return (number of blocks after it, number of blocks before it) for the last block but one,
-    and for the first block. Backward has finished the blocks after it; the blocks before it
-    follow."""
+    """Return (number of later blocks, number of earlier blocks) for the last block but one, and for
+    the first block. Backward has finished the later blocks."""
     others = len(stage.units) - 2
     return [(1, others - 1), (others, 0)] if others > 0 else []

@@ -10,20 +10,14 @@ from typing import Any, Literal
 import torch
 
 from trainer.parallel.parallelize import DTYPES, check_parallel
-from trainer.parallel.schedules import (
-    ActionSequence,
-    Order,
-    arranged,
-    bubble_formula,
-    schedule,
-)
+from trainer.parallel.schedules import ActionSequence, Order, arranged, bubble_formula, schedule
 from trainer.plan.blueprint import Blueprint, StageBlueprint, read_blueprint, stage_of, trained_of
 from trainer.plan.costs import PlannedMachine
 from trainer.plan.peak_points import adds_gradients
 from trainer.plan.rank_layout import RankLayout, layout_of
 from trainer.plan.rank_memory import RankMemory, memory_of, messages_beside
 from trainer.plan.tape import PassTrace
-from trainer.plan.times import StepTimes, TracedStages, simulated, times_of
+from trainer.plan.times import TracedStages, simulated, times_of
 from trainer.plan.trace import USUAL_GPU, trace
 from trainer.plan.traffic import messages_of, tied_gradients_of, traffic_of
 from trainer.recipe import Recipe, Strategy
@@ -31,10 +25,8 @@ from trainer.recipe.sections import PipelineSchedule
 from trainer.recipe.strategies import MODEL_PARALLEL, WITHIN_PASS, only, pp
 
 HOW = {
-    "shapes": (
-        "parameters gradients optimizer_state buffers host disk node_memory node_disk slot_bytes "
-        "communication_bytes checkpoint_bytes"
-    ),
+    "shapes": "parameters gradients optimizer_state buffers host disk node_memory node_disk "
+    "slot_bytes communication_bytes checkpoint_bytes",
     "trace": "activations",
     "both": "transient peak",
     "simulation": "bubble",
@@ -43,8 +35,7 @@ HOW = {
 }
 """Method → figures of a `Prediction` that it computes. shapes: sums over parameters. trace: one
 pass of the model on fake tensors. both: sums, and the memory of the traced pass. simulation: of the
-pipeline's schedule. roofline: traced work and computed bytes, divided by the assumed speeds of the
-machine."""
+pipeline's schedule. roofline: traced work and bytes, divided by the speeds of the machine."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +136,20 @@ def predict(
     on_host = memory.host + (memory.peak if device == "cpu" else 0)
     of_node = _of_node(recipe, blueprint, world_size, local_world_size, on_host, memory.disk)
     simulation = simulated(pieces, arrangement, layout, machine) if arrangement else None
-    seconds = {}
+    seconds: dict[str, Any] = {}
     if machine:
         times = times_of(pieces, recipe, layout, machine, simulation)
-        seconds = _seconds(times, recipe, blueprint, machine, world_size)
+        tokens = recipe.batch.global_batch * recipe.data.seq_len
+        arithmetic = blueprint.flops_per_token * tokens
+        seconds = {
+            "seconds_per_step": times.step,
+            "communication_seconds": times.communication,
+            "network_seconds": times.network,
+            "transfer_seconds": times.transfers,
+            "exposed_seconds": times.exposed,
+            "tokens_per_second": tokens / times.step,
+            "mfu": arithmetic / (times.step * machine.peak_flops * world_size),
+        }
         if machine.storage:
             seconds["checkpoint_seconds"] = of_node["checkpoint_bytes"] / machine.storage
     return Prediction(
@@ -166,8 +167,7 @@ def predict(
 
 @cache
 def _runs(blueprint: Blueprint, strategy: Strategy, shards: int) -> tuple[range, ...]:
-    """Return the blocks of each pipeline stage. Raises RecipeError if the model cannot be
-    divided."""
+    """Return the blocks of each pipeline stage; RecipeError if the model cannot be divided."""
     recipe = dataclasses.replace(blueprint.recipe, strategy=strategy)
     check_parallel(recipe, blueprint.model, shards)
     if pp.ranks(strategy) == 1:
@@ -182,7 +182,7 @@ def _orders(
     name: PipelineSchedule, ranks: int, per_rank: int, passes: int
 ) -> tuple[Sequence[Order], ActionSequence | None, list[list[int]]]:
     """Return the order of actions of each pipeline rank, all actions in one sequence, and the
-    result of `messages_beside`. Without a pipeline: ([], None, [])."""
+    result of `messages_beside`."""
     if ranks == 1:
         return [], None, []
     orders = schedule(name, ranks, per_rank, passes)
@@ -197,8 +197,8 @@ def _pieces(
     orders: Sequence[Order],
     traced: Callable[..., PassTrace],
 ) -> TracedStages:
-    """Build the stages, and trace each. `traced`: `trace` with all arguments that do not depend on
-    the strategy."""
+    """Build and trace the stages. `traced`: `trace` with all arguments that do not depend on the
+    strategy."""
     strategy = recipe.strategy
     cut = only(strategy, *WITHIN_PASS)
     stages = [stage_of(blueprint, run, cut) for run in runs]
@@ -251,8 +251,7 @@ def _of_node(
     on_host: int,
     on_disk: int,
 ) -> dict[str, Any]:
-    """Return the fields of `Prediction` about a checkpoint and a node. `on_host`, `on_disk`: bytes
-    of each rank in host memory and on disk."""
+    """Return the sizes of a checkpoint and on a node. `on_host`, `on_disk`: bytes of each rank."""
     adapter = recipe.model.adapter  # checkpoints hold only trained weights
     units = [trained_of(unit) if adapter else unit for unit in blueprint.units]
     saved = sum(shape.saved_bytes for unit in units for shape in unit)
@@ -273,30 +272,12 @@ def _of_node(
     }
 
 
-def _seconds(
-    times: StepTimes, recipe: Recipe, blueprint: Blueprint, machine: PlannedMachine, world_size: int
-) -> dict[str, Any]:
-    """Return the fields of `Prediction` about the time of a step."""
-    tokens = recipe.batch.global_batch * recipe.data.seq_len
-    arithmetic = blueprint.flops_per_token * tokens
-    return {
-        "seconds_per_step": times.step,
-        "communication_seconds": times.communication,
-        "network_seconds": times.network,
-        "transfer_seconds": times.transfers,
-        "exposed_seconds": times.exposed,
-        "tokens_per_second": tokens / times.step,
-        "mfu": arithmetic / (times.step * machine.peak_flops * world_size),
-    }
-
-
 def _sent(
     stages: Sequence[StageBlueprint],
     traces: Sequence[PassTrace],
     recipe: Recipe,
     layout: RankLayout,
 ) -> float:
-    """Return the bytes that a rank sends in a step."""
     shared = sum(c.sent for c in traffic_of(stages, recipe, layout).all)
     messages = messages_of(stages, traces, layout).sent
     tied = tied_gradients_of(stages, layout).sent

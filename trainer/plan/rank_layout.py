@@ -25,29 +25,23 @@ class RankLayout:
     passes: int
     """Forward and backward passes per step."""
     reductions: int
-    """Number of reductions of each gradient per step."""
+    """Reductions of each gradient per step."""
     micro_batch: int
     """Sequences of the largest pass."""
 
     @property
     def replicas(self) -> int:
-        """Number of ranks with equal parameters."""
         return self.groups[REPLICATE].size
 
     @property
     def shards(self) -> int:
-        """Number of ranks over which FSDP shards parameters."""
         return self.groups[SHARD].size
 
 
 def layout_of(
     recipe: Recipe, world_size: int, local_world_size: int, device: Literal["cpu", "cuda"]
 ) -> RankLayout:
-    """Return the layout of `recipe` for these numbers of ranks.
-
-    Raises:
-        RecipeError: the recipe cannot run on so many ranks.
-    """
+    """Return the layout of `recipe`; RecipeError if the recipe cannot run on so many ranks."""
     strategy = recipe.strategy
     groups = groups_of(recipe, world_size, local_world_size)
     plan = batch_plan(recipe, world_size // together(strategy))

@@ -65,11 +65,9 @@ def memory_of(
     order: Order | None = None,
     messages: Sequence[int] = (),
 ) -> RankMemory:
-    """Add up the memory of a rank.
+    """Add up the memory of a rank with these stages, in order.
 
     Args:
-        stages: the rank's stages in order; without a pipeline, one stage.
-        traces: trace of a pass of each stage.
         device: "cuda", or "cpu", where only offload to files reduces memory.
         buffers: bytes of the buffers of the rank's blocks.
         order: the rank's actions in a pipeline; None: there is no pipeline.
@@ -153,17 +151,8 @@ def _passes(
     every_pass: bool,
     messages: Sequence[int],
 ) -> tuple[int, list[dict[StagePass, int]]]:
-    """Follow the memory of a rank through its actions.
-
-    Args:
-        held: the rank's stages.
-        every_pass: whether each backward pass reduces gradients.
-        messages: bytes of messages that exist during each action.
-
-    Returns:
-        (peak bytes of activations; for each stage, pass → most bytes that other micro-batches and
-        stages have during it).
-    """
+    """Follow the memory of a rank through its actions. Returns (peak bytes of activations; for each
+    of the `held` stages, pass → most bytes that other micro-batches and stages have meanwhile)."""
     backward = Counter(action.stage for action in order if action.kind in "BW")
     stages = dict(zip(sorted(backward), held, strict=True))
     by_stage: dict[int, dict[StagePass, int]] = {number: {} for number in stages}
@@ -205,11 +194,9 @@ def _passes(
 
 def messages_beside(orders: Sequence[Order]) -> list[list[int]]:
     """Return, per rank, the number of messages in memory during each action, as
-    `trainer.parallel.pipeline._Messages` keeps them. Counted are the receive buffer for the next
-    message of each neighbour, messages that arrived before their use, and sent gradients that are
-    not yet known to have arrived. Messages that the action uses, or that are activations, are not
-    counted.
-    """
+    `trainer.parallel.pipeline._Messages` keeps them: the receive buffer for the next message of
+    each neighbour, messages that arrived before their use, and sent gradients that are not yet
+    known to have arrived. Messages that the action uses are not counted, nor are activations."""
     place = {action: place for order in orders for place, action in enumerate(order)}
     counts: list[list[int]] = []
     for order, senders in zip(orders, incoming(orders) if orders else (), strict=True):

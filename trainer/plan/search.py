@@ -53,7 +53,6 @@ class Candidate:
         return machine.gpu.memory - self.prediction.peak
 
     def fits(self, machine: PlannedMachine) -> bool:
-        """Return whether the candidate fits on the GPU, in host memory and on disk, with ROOM."""
         return not self.lacking(machine)
 
     def lacking(self, machine: PlannedMachine) -> str:
@@ -96,19 +95,22 @@ class Plan:
 def make_plan(recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "cuda"]) -> Plan:
     """Predict all strategies for `recipe` on `machine`. Model parallelism is included if the recipe
     uses it, if nothing else fits without offload, or if there are at least MANY GPUs. Candidates
-    with model parallelism that cannot be faster than one that fits are skipped.
-
-    Raises:
-        RecipeError: the recipe cannot run on so many ranks, or its model cannot be traced.
-    """
+    with model parallelism that cannot be faster than one that fits are skipped. Raises RecipeError
+    if the recipe cannot run on so many ranks, or its model cannot be traced."""
     blueprint = read_blueprint(recipe)
     world_size, local = machine.world_size, machine.gpus_per_node
     refusals: list[RecipeError] = []
 
     def candidates(label: str, *recipes: Recipe) -> list[Candidate]:
         predicted = []
-        for changed in recipes:
+        for given in recipes:
+            changed = given
             try:
+                if given.batch.micro_batch == "auto":
+                    number = largest_micro_batch(
+                        given, world_size, local, machine.gpu.memory, device, blueprint=blueprint
+                    )
+                    changed = _changed(given, given.strategy, number)
                 prediction = predict(
                     changed, world_size, local, machine=machine, device=device, blueprint=blueprint
                 )
@@ -117,20 +119,18 @@ def make_plan(recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "c
                 refusals.append(error)
         return predicted
 
-    own = candidates("as it is", *_as_it_is(recipe, machine, device, blueprint, refusals))
+    own = candidates("as it is", recipe)
     refused = "" if own else str(refusals[0])
     chosen, everything = [], []
-    for label, strategy in _strategies(recipe, machine, blueprint):
-        for recompute in RECOMPUTES:
-            changed = dataclasses.replace(strategy, activation_checkpointing=recompute)
-            if _refused(_changed(recipe, changed, 1)):
+    for sharding, strategy in _shardings(recipe, machine, blueprint):
+        label = f"{_name(strategy)} {sharding}".strip()
+        for changed in _recomputing(strategy):
+            if _refused(recipe, changed):
                 continue
             tried: list[Candidate] = []
             micro_batches = _micro_batches(recipe, world_size)
             while micro_batches:
-                micro_batch = micro_batches.pop(0)
-                reductions = _reductions(recipe, changed, micro_batch, world_size)
-                recipes = [_changed(recipe, way, micro_batch) for way in reductions]
+                recipes = _reductions(recipe, changed, micro_batches.pop(0), world_size)
                 ways = candidates(label, *recipes)
                 tried += ways
                 if not any(way.fits(machine) for way in ways):
@@ -149,14 +149,12 @@ def make_plan(recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "c
         # Fast layouts come first, so that their times rule out later layouts without a trace.
         for label, strategy in sorted(layouts, key=lambda layout: least(layout[1])):
             limit = best.prediction.seconds_per_step if best else None
-            recomputes = [
-                recompute
-                for recompute in RECOMPUTES
-                for changed in [dataclasses.replace(strategy, activation_checkpointing=recompute)]
-                if not (limit and least(changed) >= limit)
-                and not _refused(_changed(recipe, changed, 1))
+            variants = [
+                changed
+                for changed in _recomputing(strategy)
+                if not (limit and least(changed) >= limit) and not _refused(recipe, changed)
             ]
-            tried = _of_layout(recipe, strategy, recomputes, machine, partial(candidates, label))
+            tried = _of_layout(recipe, variants, machine, partial(candidates, label))
             everything += tried
             if fastest := _best(tried, machine):
                 cut.append(fastest)
@@ -172,26 +170,6 @@ def make_plan(recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "c
     return Plan(
         recipe, machine, blueprint, own[0], refused, tuple(chosen), tuple(everything), best, nodes
     )
-
-
-def _as_it_is(
-    recipe: Recipe,
-    machine: PlannedMachine,
-    device: Literal["cpu", "cuda"],
-    blueprint: Blueprint,
-    refusals: list[RecipeError],
-) -> list[Recipe]:
-    if recipe.batch.micro_batch != "auto":
-        return [recipe]
-    try:
-        number = largest_micro_batch(
-            recipe, machine.world_size, machine.gpus_per_node, machine.gpu.memory, device,
-            blueprint=blueprint,
-        )  # fmt: skip
-    except RecipeError as error:
-        refusals.append(error)
-        return []
-    return [_changed(recipe, recipe.strategy, number)]
 
 
 def _layouts(
@@ -237,7 +215,7 @@ def _layouts(
             strategy = dataclasses.replace(layout, **way)
             # The size of the state is a lower bound of memory that needs no trace.
             too_large = state / sharded > (1 - ROOM) * machine.gpu.memory
-            if not (too_large or _refused(_changed(recipe, strategy, 1))):
+            if not (too_large or _refused(recipe, strategy)):
                 yield f"{_name(strategy)} {label}".strip(), strategy
 
 
@@ -292,25 +270,20 @@ def _least_seconds(
 
 def _of_layout(
     recipe: Recipe,
-    strategy: Strategy,
-    recomputes: Sequence[Recompute],
+    variants: Sequence[Strategy],
     machine: PlannedMachine,
     candidates: Callable[..., list[Candidate]],
 ) -> list[Candidate]:
-    """Predict the candidates of a layout with the least recomputation that fits; double the
-    micro-batch while steps get faster."""
+    """Predict the candidates of a layout: take the first variant that fits, the one with the least
+    recomputation, and double the micro-batch while steps get faster."""
     tried: list[Candidate] = []
-    alone = _micro_batches(_changed(recipe, strategy, 1), machine.world_size)
-    micro_batches = MICRO_BATCHES if strategies.together(strategy) > 1 else alone
-    for recompute in recomputes:
-        changed = dataclasses.replace(strategy, activation_checkpointing=recompute)
+    for strategy in variants:
         fastest = None
-        for micro_batch in micro_batches:
+        alone = _micro_batches(_changed(recipe, strategy, 1), machine.world_size)
+        for micro_batch in MICRO_BATCHES if strategies.together(strategy) > 1 else alone:
             ways: list[Candidate] = []
-            for way in _reductions(
-                _changed(recipe, changed, micro_batch), changed, micro_batch, machine.world_size
-            ):
-                ways += candidates(_changed(recipe, way, micro_batch))
+            for way in _reductions(recipe, strategy, micro_batch, machine.world_size):
+                ways += candidates(way)
                 if _best(ways, machine):
                     break  # reducing after every pass is slower, and only saves memory
             tried += ways
@@ -333,16 +306,8 @@ def largest_micro_batch(
     blueprint: Blueprint | None = None,
 ) -> int:
     """Return the largest micro-batch that fits with ROOM, and leaves a pipeline enough passes; 1 if
-    no micro-batch does.
-
-    Args:
-        recipe: its `batch.micro_batch` is ignored.
-        memory: bytes of a GPU; on CPUs bytes of a node.
-        blueprint: the model of the recipe, if it is built already.
-
-    Raises:
-        RecipeError: the model cannot be traced.
-    """
+    no micro-batch does. `batch.micro_batch` is ignored. `memory`: bytes of a GPU; on CPUs bytes of
+    a node. Raises RecipeError if the model cannot be traced."""
     blueprint = blueprint or read_blueprint(recipe)
 
     def too_large(micro_batch: int) -> bool:
@@ -360,19 +325,11 @@ def largest_micro_batch(
     return sizes[max(0, bisect_left(sizes, True, key=too_large) - 1)]
 
 
-def _strategies(
-    recipe: Recipe, machine: PlannedMachine, blueprint: Blueprint
-) -> Iterator[tuple[str, Strategy]]:
-    """Yield (label, strategy) for all shardings, by their DeepSpeed names, with the recipe's own
-    model parallelism. Experts are whole in some, and divided among the ranks of a node in
-    others."""
-    for name, strategy in _shardings(recipe, machine, blueprint):
-        yield " ".join(filter(None, (_name(strategy), name))), strategy
-
-
 def _shardings(
     recipe: Recipe, machine: PlannedMachine, blueprint: Blueprint
 ) -> Iterator[tuple[str, Strategy]]:
+    """Yield (DeepSpeed's name, strategy) for all shardings, with the recipe's own model
+    parallelism. Experts are whole, or divided among the ranks of a node."""
     plain = _shared_part(recipe)
     yield "DDP", dataclasses.replace(plain, name="ddp")
     if not strategies.exact.used(recipe):
@@ -403,16 +360,21 @@ def _shardings(
     )
 
 
-def _refused(recipe: Recipe) -> bool:
+def _refused(recipe: Recipe, strategy: Strategy) -> bool:
     """Return whether keys of a changed strategy contradict each other. Contradictions of the user's
     own strategy were reported when the recipe was read."""
-    strategy = recipe.strategy
+    recipe = _changed(recipe, strategy, 1)
     if strategies.ep.ranks(strategy) > 1:  # ep also contradicts keys of other sections
         return any(contradictions(recipe))
     narrow = recipe.precision.master != "fp32" or recipe.optimizer.state_dtype != "fp32"
     return (strategies.together(strategy) > 1 or narrow) and any(
         key.startswith("strategy.") for key, _ in contradictions(recipe)
     )
+
+
+def _recomputing(strategy: Strategy) -> list[Strategy]:
+    """Return the strategy with each kind of recomputation, the least first."""
+    return [dataclasses.replace(strategy, activation_checkpointing=one) for one in RECOMPUTES]
 
 
 def _shared_part(recipe: Recipe) -> Strategy:
@@ -424,7 +386,6 @@ def _shared_part(recipe: Recipe) -> Strategy:
 
 
 def _dp_size(recipe: Recipe, world_size: int) -> int:
-    """Return the number of data-parallel ranks."""
     return max(1, world_size // strategies.together(recipe.strategy))
 
 
@@ -438,15 +399,17 @@ def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
 
 def _reductions(
     recipe: Recipe, strategy: Strategy, micro_batch: int, world_size: int
-) -> list[Strategy]:
-    """Return the strategy and, if steps have several passes, its variant that reduces gradients
-    after every pass."""
-    several = micro_batch * _dp_size(recipe, world_size) < recipe.batch.global_batch
-    by_fsdp = strategies.sharding.by_fsdp(dataclasses.replace(recipe, strategy=strategy))
+) -> list[Recipe]:
+    """Return the changed recipe and, if steps have several passes, its variant that reduces
+    gradients after every pass."""
+    changed = _changed(recipe, strategy, micro_batch)
+    several = micro_batch * _dp_size(changed, world_size) < recipe.batch.global_batch
+    by_fsdp = strategies.sharding.by_fsdp(changed)
     in_float32 = not strategies.exact.used(recipe) and recipe.precision.master == "fp32"
     if several and by_fsdp and in_float32 and not strategies.pp.splits_backward(strategy):
-        return [strategy, dataclasses.replace(strategy, reduce_every_pass=True)]
-    return [strategy]
+        every_pass = dataclasses.replace(strategy, reduce_every_pass=True)
+        return [changed, _changed(recipe, every_pass, micro_batch)]
+    return [changed]
 
 
 def _changed(recipe: Recipe, strategy: Strategy, micro_batch: int) -> Recipe:
@@ -459,7 +422,6 @@ def _changed(recipe: Recipe, strategy: Strategy, micro_batch: int) -> Recipe:
 
 
 def _order(candidate: Candidate) -> tuple[float, int]:
-    """Return a sort key: seconds per step, then peak memory."""
     return candidate.prediction.seconds_per_step or 0.0, candidate.prediction.peak
 
 
@@ -485,8 +447,7 @@ def _enough_nodes(
         larger = dataclasses.replace(machine, nodes=nodes)
         micro_batches = _micro_batches(recipe, larger.world_size)
         for micro_batch in {micro_batches[0], micro_batches[-1]}:
-            for way in _reductions(recipe, strategy, micro_batch, larger.world_size):
-                thrifty = _changed(recipe, way, micro_batch)
+            for thrifty in _reductions(recipe, strategy, micro_batch, larger.world_size):
                 try:
                     prediction = predict(
                         thrifty, larger.world_size, larger.gpus_per_node, machine=larger,

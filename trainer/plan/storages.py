@@ -8,7 +8,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 Storages: TypeAlias = dict[int, int]
-"""Address of a storage → its bytes."""
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -27,5 +26,4 @@ def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> Storages:
 
 
 def nbytes(sizes: Storages) -> int:
-    """Return the total bytes of storages."""
     return sum(sizes.values())

@@ -49,8 +49,7 @@ class PassTrace:
     entry: int
     """Bytes when backward reaches the blocks."""
     last_backward: int
-    """Peak in backward of the last block, with which backward begins. If all blocks are traced:
-    peak in backward of all blocks but the first."""
+    """Peak in backward of the last block or, if all blocks are traced, of all but the first."""
     first_backward: int
     """Peak in backward of the first block. For a block in the middle, add `block_saved` for each
     block before it."""
@@ -71,7 +70,6 @@ class PassTrace:
     backward: Work
     """Work of backward, including recomputation."""
     sent: tuple[PassTraffic, PassTraffic] = (PassTraffic(), PassTraffic())
-    """Bytes sent in forward, and in backward."""
     hidden: int = 0
     """Bytes of the hidden states that a stage passes on."""
     kept: int = 0
@@ -107,12 +105,7 @@ class _Phase:
 class Tape(LiveTensors):
     """Records what each phase of a traced forward and backward costs: allocated bytes, work of
     kernels (operations and memory traffic, see `KernelWork`), and bytes sent to other ranks.
-
-    Args:
-        depth: number of blocks that are traced.
-        seq_len: tokens of a sequence.
-        compiled: whether blocks are compiled.
-    """
+    `depth`: number of blocks that are traced. `compiled`: whether blocks are compiled."""
 
     def __init__(self, depth: int, seq_len: int, compiled: bool) -> None:
         super().__init__()
@@ -130,11 +123,10 @@ class Tape(LiveTensors):
         """If gradients of weights are postponed: phase → bytes allocated in it that are kept for
         them."""
         self._before_weights: dict[str, int] = {}
-        """If gradients of weights are postponed: phase → bytes when those of the head, the last or
-        the first block begin; and "end" → bytes after all. A frozen head has no such phase."""
+        """If gradients of weights are postponed: phase → bytes before those of head or block;
+        "end" → bytes after all. A frozen head has no such phase."""
         self._keeps_output = self._keeps_gradients = self._apart = False
-        """`_keeps_output`: whether the blocks' output is kept for postponed gradients of
-        weights."""
+        """`_keeps_output`: whether postponed gradients of weights need the blocks' output."""
         self._in_backward = False
         self._first_alive = self._first_saved = self._head_saved = 0
         self._after_block = self._after_head = self._forward_entry = self._entry = self._hidden = 0
@@ -154,15 +146,10 @@ class Tape(LiveTensors):
         experts: Iterable[nn.Module] = (),
         frozen_below: bool = False,
     ) -> None:
-        """Register hooks that record the next pass of a model.
-
-        Args:
-            keep_gradients: whether all gradients of a unit stay allocated, see `trace`.
-            in_two: whether backward is run by `backward_in_two`.
-            experts: expert-parallel modules, whose gradients FSDP reduces separately.
-            frozen_below: whether the embedding is frozen. Then the first block has no gradient of
-                its input, unlike all others.
-        """
+        """Register hooks that record the next pass of a model, run by `backward_in_two` if
+        `in_two`. `keep_gradients`: see `trace`. `experts`: expert-parallel modules, whose gradients
+        FSDP reduces separately. `frozen_below`: whether the embedding is frozen, so that the input
+        of the first block would get no gradient."""
         self._keeps_gradients = keep_gradients
         self._apart = in_two or frozen_below
         self._watch(list(blocks), in_two)
@@ -245,8 +232,7 @@ class Tape(LiveTensors):
         self._phase = self._phases[phase]
 
     def _leave(self, block: nn.Module, following: str) -> None:
-        """Mark the end of backward of a block, when FSDP reduces the block's gradients.
-        `following`: the next phase."""
+        """Enter the phase that follows backward of a block. FSDP then reduces its gradients."""
         _drop_all(block)
         if following == "tail":
             self._after_block = self.total()
@@ -263,7 +249,6 @@ class Tape(LiveTensors):
         self._enter("head back")
 
     def backward_ends(self) -> None:
-        """Mark the end of backward."""
         self._end_kernel()
 
     def backward_in_two(self, loss: torch.Tensor, model: nn.Module) -> None:
@@ -328,13 +313,9 @@ class Tape(LiveTensors):
         return operator(*narrow, *rest, **kwargs).to(left.dtype)
 
     def result(self, blocks: int, first: bool, last: bool) -> PassTrace:
-        """Compute the trace of a pipeline stage from the recorded pass of a model.
-
-        Args:
-            blocks: number of blocks of the stage, each equal to the first.
-            first: whether the stage has the embedding; otherwise it receives hidden states.
-            last: whether the stage has the head; otherwise it receives gradients of its output.
-        """
+        """Compute the trace of a pipeline stage from the recorded pass of a model. The stage has
+        `blocks` equal blocks, with the embedding if it is the `first` stage, and with the head if
+        it is the `last`."""
         extra = blocks - self._depth
         peaks = {name: phase.peak for name, phase in self._phases.items()}
         alive, saved = extra * self._first_alive, extra * self._first_saved

@@ -55,11 +55,9 @@ class StepTimes:
     """Communication and transfers that do not overlap with computation, and the time by which
     overlapping collectives slow computation down."""
     waiting: float = 0.0
-    """Waiting for other stages of a pipeline."""
 
     @property
     def step(self) -> float:
-        """Seconds of the whole step."""
         return self.compute + self.update + self.exposed + self.waiting
 
 
@@ -69,12 +67,10 @@ class TracedStages:
 
     stages: Sequence[StageBlueprint]
     traces: Sequence[PassTrace]
-    """Trace of a pass of each stage."""
     orders: Sequence[Order]
     """Order of actions of each rank; [] without a pipeline."""
 
     def of_rank(self, rank: int) -> tuple[Sequence[StageBlueprint], Sequence[PassTrace]]:
-        """Return the stages of a rank, and their traces."""
         ranks = len(self.orders) or 1
         return self.stages[rank::ranks], self.traces[rank::ranks]
 
@@ -89,11 +85,10 @@ def times_of(
     """Estimate the seconds of a step. `simulation`: result of `simulated` for a pipeline.
 
     Kernels run one after another, as fast as arithmetic or memory allows, and no faster than the
-    host launches them. FSDP's collectives overlap with forward or backward, except for the time of
-    one unit: the first gather and the last reduction overlap with nothing. Gradients that are
-    reduced once per step overlap with the last backward. Messages of tensor and expert parallelism
-    do not overlap; messages of a ring overlap with attention.
-    """
+    host launches them. FSDP's collectives overlap with forward or backward, except for the first
+    gather and the last reduction. Gradients that are reduced once per step overlap with the last
+    backward. Messages of tensor and expert parallelism overlap with nothing, and messages of a ring
+    with attention."""
     ranks = range(len(pieces.orders) or 1)
     each = [_times_of_rank(*pieces.of_rank(rank), recipe, layout, machine) for rank in ranks]
     if simulation is None:
@@ -133,10 +128,9 @@ def _times_of_rank(
         """Return the exposed seconds of `times` forward or backward passes, each with `computing`
         seconds of computation, `moved` seconds of collectives, and `moving` seconds of collectives
         and transfers together."""
+        # FSDP's gather over one rank is a copy to the device, which does not overlap.
         if offload.used(recipe.strategy) and layout.shards == 1:
-            return (
-                times * moving
-            )  # FSDP's gather is then a copy to the device, which does not overlap
+            return times * moving
         if not moving:
             return 0.0
         exposed = max(moving / units, moving - computing)
@@ -164,7 +158,7 @@ def _times_of_rank(
         update=update,
         transfers=transfers,
         communication=shared
-        + layout.passes * sum(sum(_sent_seconds(t, layout, machine)) for t in traces)
+        + layout.passes * sum(sum(map(sum, _sent(t, layout, machine))) for t in traces)
         + messages.seconds(machine)
         + after,
         network=crossing,
@@ -202,18 +196,13 @@ def _offload(
     return transfers, update
 
 
-def _link(machine: PlannedMachine) -> float:
-    """Return the bytes/s of a ring inside a node."""
-    return machine.gpu.link * NETWORK_SHARE
-
-
 def exchange_seconds(nbytes: float, ranks: int, machine: PlannedMachine) -> tuple[float, float]:
     """Return (seconds inside nodes, seconds between nodes) of an all-to-all in which each of
     `ranks` neighbours sends `nbytes` in all. All GPUs of a node share its network."""
     inside = math.gcd(ranks, machine.gpus_per_node)
     across = nbytes * (ranks - inside) / max(1, ranks - 1)
     network = machine.net * NETWORK_SHARE / machine.gpus_per_node
-    return (nbytes - across) / _link(machine), across / network
+    return (nbytes - across) / (machine.gpu.link * NETWORK_SHARE), across / network
 
 
 def _together_seconds(
@@ -233,27 +222,18 @@ def _together_seconds(
     return forward, backward
 
 
-def _sent_seconds(
-    trace: PassTrace, layout: RankLayout, machine: PlannedMachine
-) -> tuple[float, float]:
-    """Return the seconds of sending in forward, and in backward, without any overlap."""
-    forward, backward = map(sum, _sent(trace, layout, machine))
-    return forward, backward
-
-
 def _sent(
     trace: PassTrace, layout: RankLayout, machine: PlannedMachine
 ) -> list[tuple[float, float, float]]:
-    """Return, for forward and for backward, the seconds in which (tensor, context, expert)
-    parallelism send."""
+    """Return the seconds of sending by (tensor, context, expert) parallelism, in forward and in
+    backward."""
     hops = max(layout.groups[name].size for name in LAYERS) - 1
     apart = layout.groups[EXPERT].size
     step = machine.call + (machine.hop if apart <= machine.gpus_per_node else machine.hop_between)
-    link = _link(machine)
+    link = machine.gpu.link * NETWORK_SHARE
     return [
         (
-            # A collective of tensor parallelism takes hops = tp - 1 ring steps, any other message
-            # one.
+            # A collective of tensor parallelism takes tp - 1 ring steps, any other message one.
             half.layers_calls * (machine.call + hops * machine.hop) + half.layers / link,
             half.ring_calls * (machine.call + machine.hop) + half.ring / link,
             half.experts_calls * step + max(exchange_seconds(half.experts, apart, machine)),

@@ -29,8 +29,6 @@ USUAL_GPU = 80e9
 """Bytes of GPU memory that are assumed if neither a GPU nor a machine is known."""
 
 Recompute: TypeAlias = Literal["none", "full", "selective"]
-
-
 WHOLE = Strategy()
 """Strategy without model parallelism: each rank computes whole micro-batches."""
 
@@ -54,22 +52,17 @@ def trace(
     """Trace a pass of a model, or of a pipeline stage, which is derived from a pass of the model.
 
     Args:
-        micro_batch: sequences of the pass.
-        recompute: `strategy.activation_checkpointing`.
         autocast: whether parameters keep their dtype and operators cast them, as under DDP;
             otherwise they have `dtype`, as gathered by FSDP.
         device: device whose kernels for attention and norms are traced.
         flash: whether the GPU has flash attention, as from compute capability 8.0 on.
         gpu_memory: bytes of GPU memory, which determine the chunks of the loss.
-        keep_gradients: whether all gradients of a unit are allocated by the trace, as FSDP does;
-            otherwise they are freed at once, as under DDP, where buckets are counted separately.
-            None: if not autocast.
+        keep_gradients: whether all gradients of a unit stay allocated, as under FSDP; otherwise
+            each is freed at once, as DDP's buckets are counted separately. None: if not autocast.
         cut: strategy with only those keys of model parallelism that change a pass.
-        stage: the stage to trace; None: the whole model.
         in_two: whether gradients of weights are computed after all gradients of activations
             (zero_bubble). In the first stage they never are.
-        compiled: whether blocks are compiled. This changes the traced work; memory is traced as if
-            they were not compiled.
+        compiled: whether blocks are compiled. This changes the traced work, but not the memory.
 
     Raises:
         RecipeError: the model does not run on fake tensors.

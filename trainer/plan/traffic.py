@@ -28,11 +28,9 @@ class Collective:
     times: int
     """Rounds of the ring algorithm: 1 for gather or reduce-scatter, 2 for all-reduce."""
     ranks: int
-    """Number of ranks of the group."""
     stride: int
     """Difference between successive ranks of the group."""
     calls: float = 1
-    """Number of calls in a step."""
 
     @property
     def sent(self) -> float:
@@ -44,7 +42,6 @@ class Collective:
         return max(1, min(self.ranks, machine.gpus_per_node // self.stride))
 
     def crosses(self, machine: PlannedMachine) -> bool:
-        """Return whether the group spans nodes."""
         return self.ranks > self.in_node(machine)
 
     def latency(self, machine: PlannedMachine) -> float:
@@ -75,9 +72,7 @@ class StepTraffic(NamedTuple):
     """Data-parallel collectives of a step, by the computation with which they overlap."""
 
     forward: tuple[Collective, ...]
-    """Gathers of parameters in forward."""
     backward: tuple[Collective, ...]
-    """Gathers of parameters in backward."""
     reduced: tuple[Collective, ...]
     """Reductions of gradients, in the last backward pass or in each."""
     updated: tuple[Collective, ...] = ()
@@ -85,7 +80,6 @@ class StepTraffic(NamedTuple):
 
     @property
     def all(self) -> tuple[Collective, ...]:
-        """All collectives of a step."""
         return (*self.forward, *self.backward, *self.reduced, *self.updated)
 
 
@@ -157,8 +151,7 @@ def tied_gradients_of(stages: Sequence[StageBlueprint], layout: RankLayout) -> C
 
 
 def elements(stages: Sequence[StageBlueprint], ranks: int) -> int:
-    """Return the number of elements of all trained parameters on the first of `ranks` FSDP
-    shards."""
+    """Return the number of trained elements on the first of `ranks` FSDP shards."""
     return sum(
         count * sum(shape.sharded(ranks) for shape in trained_of(unit))
         for unit, count in counted(stages)

@@ -22,13 +22,11 @@ class KernelWork(NamedTuple):
     launches: int = 1
 
     def repeated(self, times: int) -> "KernelWork":
-        """Return the work of `times` as many launches."""
         operations, traffic = times * self.operations, times * self.traffic
         return KernelWork(operations, traffic, self.attention, times * self.launches)
 
 
 Work: TypeAlias = tuple[KernelWork, ...]
-"""Work of all kernels of a pass."""
 
 _NO_TRAFFIC = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach"}
 _NAMESPACES = ("aten", "torch_attn", "perdure")
@@ -43,17 +41,14 @@ class FusedOperators:
         self._written: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def add(self, args: Any, kwargs: Any, result: Any) -> None:
-        """Add an operator to the kernel."""
-        made = _tensors(result)
         for place, tensor in _tensors((args, kwargs)).items():
             own = self._written.get(place)
             if own is None or own[0]() is None:
                 self._read[place] = max(self._read.get(place, 0), tensor.nbytes)
-        for place, tensor in made.items():
+        for place, tensor in _tensors(result).items():
             self._written[place] = (weakref.ref(storage_of(tensor)), tensor.nbytes)
 
     def kernel(self) -> KernelWork:
-        """Return the work of the kernel."""
         written = sum(nbytes for storage, nbytes in self._written.values() if storage() is not None)
         return KernelWork(0.0, float(sum(self._read.values()) + written))
 
