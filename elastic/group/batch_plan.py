@@ -123,12 +123,12 @@ def most_ranks(global_batch: int, micro_batch: int, *, fixed: bool = False) -> i
 def plan_batch(
     global_batch: int, world_size: int, micro_batch: int, *, fixed: bool = False
 ) -> BatchPlan:
-    """Divide `global_batch` sequences among `world_size` data-parallel ranks.
+    """Divide `global_batch` sequences among `world_size` data-parallel ranks. `fixed`: use the same
+    micro-batches at every world size.
 
     Args:
         micro_batch: largest number of sequences of a rank in one pass. In a fixed plan every
             micro-batch has exactly this number, except perhaps the last of a global batch.
-        fixed: use the same micro-batches at every world size.
 
     Raises:
         ValueError: fewer sequences (fixed: micro-batches) than ranks, or a number below 1.

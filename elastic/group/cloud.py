@@ -158,13 +158,9 @@ CLOUDS: dict[str, Callable[[str], NoticeSource]] = {"aws": Aws, "gcp": Gcp, "azu
 
 
 def parse_sources(text: str, address: str = ADDRESS, dmi: Path = DMI) -> list[NoticeSource]:
-    """Create the notice sources that `text` names, without contacting them.
-
-    Args:
-        text: "aws", "gcp", "azure", "file:<path>" and "auto", separated by commas; may be empty.
-            "auto" is the cloud that this machine is in, if it is one of the three.
-        dmi: folder with the firmware's description of the machine.
-    """
+    """Create the notice sources that `text` names: "aws", "gcp", "azure", "file:<path>" and "auto",
+    separated by commas; may be empty. "auto" is the cloud that this machine is in, if it is one of
+    the three. `dmi`: folder with the firmware's description of the machine."""
     sources: dict[str, NoticeSource] = {}
     for word in (part.strip() for part in text.split(",")):
         name = guess_cloud(dmi) if word == "auto" else word
@@ -207,13 +203,9 @@ def watch(
     stop: threading.Event,
     poll_seconds: float = POLL_SECONDS,
 ) -> threading.Thread | None:
-    """Poll the sources in a daemon thread, once per node. Returns the thread; None without sources.
-
-    Args:
-        sources: from `parse_sources`. A source that fails is logged once, and polled again.
-        notify: called in the thread, once for each source and `Notice.what`. Must not raise.
-        stop: ends the thread, after its current request.
-    """
+    """Poll the sources in a daemon thread, once per node, until `stop` is set. Returns the thread;
+    None without sources. A source that fails is logged once, and polled again. `notify`: called in
+    the thread, once for each source and `Notice.what`. Must not raise."""
     if not sources:
         return None
     reported: set[tuple[str, str]] = set()

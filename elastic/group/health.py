@@ -77,13 +77,8 @@ def check_node(
 ) -> NodeHealth:
     """Check this machine: cores, NVIDIA GPUs and their NVLinks, network, connection to the store,
     and folders. The checks run at the same time, so this takes at most the longest time-out.
-
-    Args:
-        store_round_trip: makes a request to the store and returns the seconds that it took.
-        folders: recipe key → path that the ranks need.
-        network: whether the job has other nodes.
-        root: folder that contains `sys`; `/` outside of tests.
-    """
+    `store_round_trip`: makes a request to the store, and returns how many seconds that took.
+    `folders`: recipe key → path that the ranks need. `network`: whether the job has other nodes."""
     checks = [
         _Check("compute", seconds, _Check.run_child),
         _Check("store", seconds, partial(_check_store, store_round_trip)),

@@ -207,9 +207,8 @@ class Limits:
     restarts: int = 30
     """Failures within an hour that are answered by a restart; the next failure ends the job."""
     same_step: int = 3
-    """Number of consecutive failures in one step, of one rank or with one error, after which
-    another restart would not help. If all are on one node and the other nodes suffice, that node is
-    removed; otherwise the job ends."""
+    """Number of consecutive failures in one step, of one rank or with one error, after which the
+    job ends. If all are on one node and the other nodes suffice, that node is removed instead."""
     strikes: int = 5
     """Failures of a node within an hour after which it is removed, if the other nodes suffice."""
 
@@ -217,7 +216,6 @@ class Limits:
 def arrive(
     state: Membership, node: str, ranks: int = 1, identity: str = "", place: str = ""
 ) -> Membership:
-    """Add `node`, with its ranks, identity and place, to the nodes that wait for the next round."""
     if node in state.arrived or is_foreign(state, node, identity):
         return state
     uneven = tuple(entry for entry in state.uneven if entry[0] != node)
@@ -404,15 +402,12 @@ def accuse(state: Membership, round: int, failure: Failure) -> Membership:
 
 
 def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
-    """Begin the next round once all members have arrived again and enough nodes wait.
-
-    Args:
-        quiet: seconds since the last change of the arrivals.
+    """Begin the next round once all members have arrived again and enough nodes wait. `quiet`:
+    seconds since the last change of the arrivals.
 
     Nodes of the round before keep their order, so that group rank 0 and the neighbours of a node
-    change as little as possible. Nodes of broken replicas come after them. A new replica comes
-    after the other replicas of its place. Nodes beyond the limits, or in no complete replica, wait
-    as spares."""
+    change as little as possible. Nodes of broken replicas come after them, and a new replica after
+    the other replicas of its place. Nodes beyond the limits, or in no complete replica, wait."""
     # Wait while a member has not arrived again: it still trains in this round.
     if state.closed or not set(state.members) <= set(state.arrived):
         return state

@@ -14,8 +14,7 @@ PAUSE_SECONDS = 0.2
 MAX_LINKS = 64
 """Highest number of NVLinks of a GPU. On a GPU with fewer, the query for the next link fails."""
 NO_FABRIC, FABRIC_COMPLETED = 0, 3
-"""Values of `FabricInfo.state`. NO_FABRIC: the GPU has no NVLink fabric. FABRIC_COMPLETED: the GPU
-has joined its fabric."""
+"""Values of `FabricInfo.state`: the GPU has no NVLink fabric; the GPU has joined its fabric."""
 ERROR_COUNTERS = {"replays": 0, "recoveries": 1, "CRC errors": 2}
 """Name of an error counter of a link → its number in NVML."""
 

@@ -242,13 +242,8 @@ def _join(calls: StoreThreads, seconds: float) -> None:
 
 def host_store(host: str, port: int) -> dist.TCPStore:
     """Host a store in this process, for as long as the returned object lives. Raises OSError if
-    that is not possible.
-
-    Args:
-        host: address for clients. A loopback address makes the store listen there only, any other
-            on every interface.
-        port: port to listen on; 0: any free port. The result's `port` is the port in use.
-    """
+    that is not possible. The store listens on `host` if that is a loopback address, and otherwise
+    on every interface. `port` 0: any free port. The result's `port` is the port in use."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     # each client takes a descriptor, and the usual limit is 1024
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

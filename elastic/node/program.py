@@ -93,9 +93,8 @@ def differences(
 
 
 def read_facts(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """Returns the fields of `JobFacts` from `package` for a node with `ranks` ranks. Without a
-    module `facts` they are empty, and `package` is not imported. If `-m` would run another package,
-    there is only the field `error`. Called in the zygote."""
+    """Returns the fields of `JobFacts` from `package` for a node with `ranks` ranks; none without a
+    module `facts`, and only `error` if `-m` would run another package. Called in the zygote."""
     if package.isidentifier() and (error := shadowing_error(package)):
         return {"error": error}
     module = _module(package)

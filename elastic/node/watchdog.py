@@ -349,12 +349,8 @@ class HangWatch:
         done: Mapping[int, int] = MappingProxyType({}),
     ) -> list[int]:
         """Do the next step of [Note: hang]; returns the ranks of this node to be killed now.
-
-        Args:
-            generation: (round, generation) of this node's ranks.
-            running: ranks of this node that have a training process.
-            done: rank → local rank, for each rank of this node that has finished or paused.
-        """
+        `generation`: (round, generation) of this node's ranks. `running`: ranks that have a
+        training process. `done`: rank → local rank, of ranks that have finished or paused."""
         progress = {number: self._page.read(rank.local_rank) for number, rank in running.items()}
         now = time.monotonic()
         self.times.follow(progress, now)

@@ -22,13 +22,9 @@ BATCH = 256
 class LineFile:
     """Appends to a file of lines, created if missing. Each line is passed to the operating system
     at once, so it survives the death of this process. Lines that cannot be written, as the disk is
-    full or missing, wait in memory, in order.
-
-    Args:
-        waiting: lines that an earlier process may not have written. Lines that the file already has
-            are not written again.
-        trusted: other users (uids) who may own the file; a file of any other user is renamed.
-    """
+    full or missing, wait in memory, in order. `waiting`: lines of an earlier process, to be written
+    unless the file has them. `trusted`: other users (uids) who may own the file; a file of any
+    other user is renamed."""
 
     def __init__(
         self, path: Path, waiting: Iterable[str] = (), trusted: Container[int] = ()

@@ -102,7 +102,7 @@ def describe_machine(
     disk: str | None = None,
     tflops: float | None = None,
 ) -> PlannedMachine:
-    """Parse a machine from command-line options.
+    """Parse a machine from command-line options. Raises RecipeError if that is not possible.
 
     Args:
         gpus: GPUs of a node: 8xH100, 8x80GB, or H100 for a single one. For names see `listed_name`.
@@ -113,9 +113,6 @@ def describe_machine(
         memory: host memory of a node, such as 2TB.
         disk: size of a node's local disk, such as 8TB.
         tflops: peak of one GPU, in place of the listed peak.
-
-    Raises:
-        RecipeError: an option is malformed, or the GPU is unknown.
     """
     matched = re.fullmatch(r"(?:(\d+)\s*x\s*)?(.+)", gpus.strip(), re.IGNORECASE)
     count, said = int(matched[1] or 1) if matched else 0, matched[2] if matched else ""

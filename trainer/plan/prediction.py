@@ -55,8 +55,7 @@ class Prediction(RankMemory):
     """Bytes of one checkpoint of all ranks."""
     node_memory: int
     """Bytes of a node's host memory: `host` of its ranks (`peak` on CPUs), and one checkpoint slot;
-    with `checkpoint.peer_copy` also a slot for another node. Not included are processes, data
-    loaders, and further slots, which are created only if there is room."""
+    with `checkpoint.peer_copy` also a slot for another node. Processes and data need more."""
     node_disk: int
     """Bytes on a node's local disk: `disk` of its ranks, and one slot if slots are files."""
     slot_bytes: int
@@ -98,7 +97,6 @@ def predict(
         machine: the machine for which seconds are predicted; None: predict memory only.
         device: device whose kernels are traced; None: `run.device`, or for `auto` the local device.
         gpu_memory: bytes of a GPU; None: those of `machine`, else of the local GPU, else USUAL_GPU.
-        blueprint: the model of the recipe, if it is built already.
 
     Raises:
         RecipeError: the recipe cannot run on so many ranks, or its model cannot be traced.

@@ -47,9 +47,8 @@ class RankMemory:
     """Phase of the step in which the peak is: forward, head, blocks, end, reduce or update; see
     [Note: peak points] in peak_points.py."""
     host: int
-    """Bytes in host memory instead of on the device. With `strategy.offload: cpu`: parameters,
-    gradients and optimizer state, with the padding of pinned memory. With `nvme`: buffers of the
-    update."""
+    """Bytes in host memory. With `strategy.offload: cpu`: parameters, gradients and optimizer
+    state, with the padding of pinned memory. With `nvme`: buffers of the update."""
     disk: int
     """Bytes in files instead of on the device, with `strategy.offload: nvme`. Pages of the files in
     the kernel's cache are not counted, because the kernel frees them on demand."""

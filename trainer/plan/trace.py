@@ -50,6 +50,7 @@ def trace(
     compiled: bool = False,
 ) -> PassTrace:
     """Trace a pass of a model, or of a pipeline stage, which is derived from a pass of the model.
+    Raises RecipeError if the model does not run on fake tensors.
 
     Args:
         autocast: whether parameters keep their dtype and operators cast them, as under DDP;
@@ -63,9 +64,6 @@ def trace(
         in_two: whether gradients of weights are computed after all gradients of activations
             (zero_bubble). In the first stage they never are.
         compiled: whether blocks are compiled. This changes the traced work, but not the memory.
-
-    Raises:
-        RecipeError: the model does not run on fake tensors.
     """
     keep = not autocast if keep_gradients is None else keep_gradients
     gpu = (flash, gpu_memory) if device == "cuda" else None

@@ -1,8 +1,6 @@
-"""Communication of data and pipeline parallelism, and its time on a network.
-
-A collective takes its latency plus its bytes divided by the bandwidth of the slowest link (the
-alpha-beta model of Hockney 1994), with the constants in `trainer.plan.costs`.
-"""
+"""Communication of data and pipeline parallelism, and its time on a network. A collective takes its
+latency plus its bytes divided by the bandwidth of the slowest link (the alpha-beta model of Hockney
+1994), with the constants in `trainer.plan.costs`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
