@@ -135,7 +135,6 @@ class AnnouncedVersion:
     """The document's version under its own key: nodes read the document only if it changed."""
 
     version: bytes | None = None
-    """Version that this node last read or wrote."""
     state: Membership | None = None
     """Document whose version this node last wrote."""
     due: float = 0.0

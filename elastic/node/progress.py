@@ -259,7 +259,6 @@ def watch_signals(pulse: Pulse) -> None:
 
 
 def pause_code(pulse: Pulse) -> int:
-    """Returns the exit code of a rank that has paused."""
     # imported here, as it imports torch
     from elastic.world import supervised
 

@@ -31,7 +31,6 @@ Kind = Literal[
     "silent", "stopped", "leave", "join", "asked", "finished", "open",
 ]  # fmt: skip
 WANTED: tuple[Kind, ...] = ("leave", "join", "asked", "finished", "open")
-"""Kinds that are no failures."""
 FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _STORAGE = re.compile(
     r"StorageError|SaveFailed|\b(ENOSPC|EIO|EFBIG|EDQUOT|ESTALE|EROFS)\b|No space left|"
@@ -49,7 +48,6 @@ class AttemptEnd:
     text: str
     """The cause in one line, for readers who do not know the code."""
     at: float
-    """Unix time of the end."""
     rank: int | None = None
     node: str = ""
     evidence: tuple[tuple[str, str], ...] = ()

@@ -76,7 +76,6 @@ class History:
         ]
 
     def failed(self, attempt: Attempt) -> str | None:
-        """Returns why an attempt failed; None if it did not fail."""
         following = self.next(attempt)
         if following and following.start.cause is not None:
             return describe_failure(following.start.cause)

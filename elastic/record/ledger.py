@@ -96,7 +96,6 @@ class StartLine:
     """Phase → seconds, in order, from the launch to this line."""
     at: float = field(default_factory=time.time)
     monotonic: float = field(default_factory=clock)
-    """Value of `clock` at this line."""
     boot: str = field(default_factory=boot_id)
     """Boot id of rank 0's machine: starts with the same value have the same `clock`."""
     pid: int = field(default_factory=os.getpid)

@@ -39,7 +39,6 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Fraction of the wall time that is goodput, 0 to 1."""
         return self.kept / self.wall if self.wall else 0.0
 
     @property

@@ -31,7 +31,6 @@ class StepLine(NamedTuple):
     norm: float | None = None
     """Norm of the gradient, perhaps not finite. None: the line has no norm."""
     consumed: str | None = None
-    """Digest of the sequences that the ranks consumed."""
 
 
 class StepLines(Sequence[StepLine]):

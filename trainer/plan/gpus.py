@@ -151,7 +151,6 @@ GPUS = {
 
 
 def named_gpu(name: str) -> Gpu | None:
-    """Return the GPU whose device name is `name`; None if it is not listed."""
     return next((gpu for gpu in GPUS.values() if re.fullmatch(MAKER + gpu.device, name)), None)
 
 

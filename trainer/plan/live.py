@@ -41,7 +41,6 @@ class LiveTensors(TorchDispatchMode):
         return result
 
     def compute(self, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run an operator. Subclasses may override it."""
         return operator(*args, **kwargs)
 
     def total(self, label: str | None = None, ignored: Iterable[torch.Tensor] = ()) -> int:

@@ -46,20 +46,17 @@ class Prediction(RankMemory):
 
     world_size: int
     passes: int
-    """Forward and backward passes per step."""
     micro_batch: int
     """Sequences of the largest pass, at most `batch.micro_batch` (1 for auto)."""
     communication_bytes: float
     """Bytes that a rank sends per step; it receives as many."""
     checkpoint_bytes: int
-    """Bytes of one checkpoint of all ranks."""
     node_memory: int
     """Bytes of a node's host memory: `host` of its ranks (`peak` on CPUs), and one checkpoint slot;
     with `checkpoint.peer_copy` also a slot for another node. Processes and data need more."""
     node_disk: int
     """Bytes on a node's local disk: `disk` of its ranks, and one slot if slots are files."""
     slot_bytes: int
-    """Bytes of one checkpoint slot on one node."""
     bubble: float
     """Fraction of the time in which pipeline ranks are idle, by simulation of the schedule with the
     costs of its stages, and with a machine the time of messages."""
@@ -76,7 +73,6 @@ class Prediction(RankMemory):
     exposed_seconds: float | None = None
     """Seconds per step of communication and transfers that computation does not hide."""
     tokens_per_second: float | None = None
-    """Tokens per second of all ranks."""
     mfu: float | None = None
     """Fraction of the peak FLOP/s, as in `perdure train`."""
 

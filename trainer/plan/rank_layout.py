@@ -23,11 +23,8 @@ class RankLayout:
     gathers_ahead: bool
     """Whether forward gathers a block while the previous block computes, see fsdp.py."""
     passes: int
-    """Forward and backward passes per step."""
     reductions: int
-    """Reductions of each gradient per step."""
     micro_batch: int
-    """Sequences of the largest pass."""
 
     @property
     def replicas(self) -> int:

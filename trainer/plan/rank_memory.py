@@ -29,12 +29,10 @@ class RankMemory:
     largest."""
 
     parameters: int
-    """Bytes of the parameters, whole or sharded."""
     gradients: int
     """Bytes of reduced gradients when the optimizer's step begins."""
     optimizer_state: int
     buffers: int
-    """Bytes of the model's buffers."""
     activations: int
     """Bytes of activations between forward and backward, without gathered parameters."""
     transient: int

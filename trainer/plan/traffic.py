@@ -36,7 +36,6 @@ class Collective:
         return self.times * self.payload * (self.ranks - 1) / self.ranks
 
     def in_node(self, machine: PlannedMachine) -> int:
-        """Return the number of ranks of the group on one node."""
         return max(1, min(self.ranks, machine.gpus_per_node // self.stride))
 
     def crosses(self, machine: PlannedMachine) -> bool:
@@ -56,7 +55,6 @@ class Collective:
         return machine.call + (min(ring, tree) if self.times == 2 else ring)
 
     def seconds(self, machine: PlannedMachine) -> float:
-        """Return the seconds of all calls, one after the other."""
         if not self.payload:
             return 0.0
         bandwidth = machine.gpu.link
