@@ -19,54 +19,27 @@ stay open: `perdure train` names them.
 
 
 def add_import_command(commands: Commands) -> None:
-    for name, what, meta, file, option in (
-        (
-            "import-deepspeed",
-            "turn a DeepSpeed configuration into a recipe",
-            "DS_CONFIG",
-            "ds_config.json",
-            "--ranks 8 --training-args args.json",
-        ),
-        (
-            "import-accelerate",
-            "turn an accelerate configuration into a recipe",
-            "CONFIG",
-            "accelerate.yaml",
-            "--training-args args.json",
-        ),
-        (
-            "import-training-args",
-            "turn Hugging Face's TrainingArguments into a recipe",
-            "ARGS",
-            "args.json",
-            "--ranks 8",
-        ),
+    arguments, ranks = "--training-args args.json", "--ranks 8"
+    both = f"{ranks} {arguments}"
+    for kind, source, meta, file, option in (
+        ("deepspeed", "a DeepSpeed configuration", "DS_CONFIG", "ds_config.json", both),
+        ("accelerate", "an accelerate configuration", "CONFIG", "accelerate.yaml", arguments),
+        ("training-args", "Hugging Face's TrainingArguments", "ARGS", "args.json", ranks),
     ):
+        name = f"import-{kind}"
         examples = EXAMPLES.format(name=name, file=file, option=option)
-        command = add_command(commands, name, what, examples)
-        kind = "YAML file" if meta == "CONFIG" else "JSON file"
-        command.add_argument("config", type=local_path, metavar=meta, help=kind)
-        command.add_argument(
-            "overrides", nargs="*", metavar="key.sub=value", help="recipe overrides"
-        )
-        command.add_argument(
-            "--out", type=local_path, metavar="FILE", help="recipe to write (else: print)"
-        )
-        command.add_argument(
-            "--ranks",
-            type=at_least(1),
-            metavar="N",
-            help="GPUs of the original run, if the file does not say",
-        )
+        command = add_command(commands, name, f"turn {source} into a recipe", examples)
+        add = command.add_argument
+        syntax = "YAML" if meta == "CONFIG" else "JSON"
+        add("config", type=local_path, metavar=meta, help=f"{syntax} file")
+        add("overrides", nargs="*", metavar="key.sub=value", help="recipe overrides")
+        add("--out", type=local_path, metavar="FILE", help="recipe to write (else: print)")
+        what = "GPUs of the original run, if the file does not say"
+        add("--ranks", type=at_least(1), metavar="N", help=what)
         if meta != "ARGS":
-            command.add_argument(
-                "--training-args",
-                type=local_path,
-                metavar="FILE",
-                help="JSON file of Hugging Face's TrainingArguments, with the values that the "
-                "Trainer fills in",
-            )
-        command.add_argument("--allow-unknown", action="store_true", help="accept unknown keys")
+            what = "JSON file of TrainingArguments, with the values that the Trainer fills in"
+            add("--training-args", type=local_path, metavar="FILE", help=what)
+        add("--allow-unknown", action="store_true", help="accept unknown keys")
         command.set_defaults(run=_import, importer=name)
 
 

@@ -14,9 +14,9 @@ from trainer.cli import main as cli
 from trainer.optim.schedule import learning_rate
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.load import resolved
+from trainer.recipe.yaml_tree import flat
 from trainer.tools.importing.accelerate import import_accelerate
 from trainer.tools.importing.deepspeed import import_deepspeed
-from trainer.tools.importing.foreign_config import flat
 from trainer.tools.importing.imported import ABSENT, NEEDED, inline
 from trainer.tools.importing.training_arguments import import_training_arguments
 

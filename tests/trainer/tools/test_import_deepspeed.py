@@ -13,8 +13,9 @@ from trainer.cli import main as cli
 from trainer.optim.own import build_own
 from trainer.optim.schedule import learning_rate
 from trainer.recipe import RecipeError, load_recipe
+from trainer.recipe.yaml_tree import flat
 from trainer.tools.importing.deepspeed import TORCH, import_deepspeed
-from trainer.tools.importing.foreign_config import flat, read_json
+from trainer.tools.importing.foreign_config import read_json
 from trainer.tools.importing.imported import ABSENT, NEEDED, inline
 
 SCALER = {"loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}

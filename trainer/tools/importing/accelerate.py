@@ -1,13 +1,14 @@
 """Translates an accelerate configuration (the YAML of `accelerate launch`) to a recipe.
 
-The configuration describes launch and distribution. Optimizer values come from TrainingArguments,
-either a file or their defaults. The DeepSpeed section is translated as a ds_config.
+The configuration describes launch and distribution. TrainingArguments, from a file or their
+defaults, have the optimizer's values. The DeepSpeed section is translated as a ds_config.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.recipe.yaml_tree import flat
 from trainer.tools.importing import deepspeed
 from trainer.tools.importing.accelerate_keys import TABLE
 from trainer.tools.importing.deepspeed_keys import INLINE
@@ -18,7 +19,6 @@ from trainer.tools.importing.foreign_config import (
     a_positive_number,
     a_whole_number,
     beside,
-    flat,
     one_of,
     read_json,
     read_yaml,
@@ -26,12 +26,12 @@ from trainer.tools.importing.foreign_config import (
 )
 from trainer.tools.importing.imported import ImportedRecipe
 from trainer.tools.importing.training_arguments import (
+    DTYPES,
     fill,
     mixed_precision,
     read_arguments,
 )
 
-WHAT = "configuration of accelerate"
 FSDP, PARALLEL = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 MEGATRON = "megatron_lm_config.megatron_lm_"
 
@@ -76,22 +76,13 @@ def import_accelerate(
     training_arguments: str | Path | None = None,
     allow_unknown: bool = False,
 ) -> ImportedRecipe:
-    """Translate an accelerate configuration to a recipe.
-
-    Args:
-        path: YAML file, or a JSON file with the suffix .json.
-        overrides: `key.sub=value` of the recipe, applied over the configuration.
-        ranks: number of ranks, if the configuration has none.
-        training_arguments: JSON file of the Hugging Face TrainingArguments used with it.
-        allow_unknown: report unknown keys instead of raising an error.
-
-    Raises:
-        RecipeError: no YAML, an unknown key, a value of the wrong type, contradictory keys, or a
-            device on which Perdure does not train; one line with file and key.
-    """
+    """Translate an accelerate configuration to a recipe; for the arguments see `import_deepspeed`.
+    `path`: YAML file, or a JSON file with the suffix .json. Raises RecipeError as that function
+    does, and for a device on which Perdure does not train."""
     imported = ImportedRecipe(str(path))
     imported.override(overrides)
-    tree = (read_json if Path(path).suffix == ".json" else read_yaml)(path, WHAT)
+    read = read_json if Path(path).suffix == ".json" else read_yaml
+    tree = read(path, "configuration of accelerate")
     source = ForeignConfig(str(path), flat(tree), TABLE, imported)
     arguments = read_arguments(training_arguments, imported)
     ranks = _launch(source, ranks)
@@ -128,18 +119,18 @@ def fsdp_of_arguments(arguments: ForeignConfig) -> None:
         arguments.put("fsdp", "strategy.name", "ddp")
         arguments.settle(arguments.below("fsdp_config."), "", "only with fsdp")
         return
-    imported.set("strategy.name", "fsdp", f"{arguments.file}: fsdp")
+    arguments.set("fsdp", "strategy.name", "fsdp")
     sharding = next((word.upper() for word in legacy if word.upper() in FSDP1), None)
     if sharding:
-        imported.set("strategy.sharding", *_sharding_of(sharding)[:1], f"{arguments.file}: fsdp")
+        arguments.set("fsdp", "strategy.sharding", _sharding_of(sharding)[0])
     if "offload" in legacy:
-        imported.set("strategy.offload", "cpu", f"{arguments.file}: fsdp")
+        arguments.set("fsdp", "strategy.offload", "cpu")
     arguments.became("fsdp", "strategy.name=fsdp")
     _fsdp(arguments, version=1 if legacy else 2)
 
 
 def _launch(source: ForeignConfig, ranks: int | None) -> int | None:
-    """Record the launch command in the recipe's report, and return the number of ranks."""
+    """Set the launch command of the report, and return the number of ranks."""
     where = source.take("compute_environment", str, "LOCAL_MACHINE")
     if where != "LOCAL_MACHINE":
         problem = f"{where} is not imported; run the recipe under torchrun on its machines"
@@ -154,13 +145,10 @@ def _launch(source: ForeignConfig, ranks: int | None) -> int | None:
     port = source.take("main_process_port", a_whole_number) or 29400
     chosen = source.take("gpu_ids", str, "all")
     each = str(ranks // nodes) if ranks else "GPUS_PER_NODE"
-    source.imported.launch = " ".join(
-        [
-            *([f"CUDA_VISIBLE_DEVICES={chosen.replace(' ', '')}"] if chosen != "all" else []),
-            f"torchrun --rdzv-backend perdure --rdzv-endpoint {host}:{port}",
-            f"--nnodes {nodes} --nproc-per-node {each} --max-restarts 1000000",
-            "-m trainer RECIPE.yaml",
-        ]
+    devices = f"CUDA_VISIBLE_DEVICES={chosen.replace(' ', '')} " if chosen != "all" else ""
+    source.imported.launch = (
+        f"{devices}torchrun --rdzv-backend perdure --rdzv-endpoint {host}:{port} --nnodes {nodes} "
+        f"--nproc-per-node {each} --max-restarts 1000000 -m trainer RECIPE.yaml"
     )
     if source.take("use_cpu", a_boolean_or_word, False):
         source.put("use_cpu", "run.device", "cpu")
@@ -168,8 +156,7 @@ def _launch(source: ForeignConfig, ranks: int | None) -> int | None:
 
 
 def _distribute(source: ForeignConfig) -> str:
-    """Return the value of `distributed_type` if Perdure has a counterpart; otherwise raise
-    RecipeError."""
+    """Return the value of `distributed_type`. Raises RecipeError if it has no counterpart."""
     kind = source.take("distributed_type", str)
     if kind is None:
         raise source.error("distributed_type", "is missing; accelerate needs it too")
@@ -183,33 +170,27 @@ def _distribute(source: ForeignConfig) -> str:
 
 
 def _mixed_precision(source: ForeignConfig) -> str:
-    """Return the mixed precision: "no", "fp16", "bf16" or "fp8". For "fp8", also set the recipe's
-    precision.matmul."""
+    """Return the mixed precision, a key of DTYPES. For "fp8", also set precision.matmul."""
     old = source.take("fp16", a_boolean_or_word, False)
-    kinds = one_of("no", "fp16", "bf16", "fp8")
-    mixed: str = source.take("mixed_precision", kinds, "fp16" if old else "no")
+    mixed: str = source.take("mixed_precision", one_of(*DTYPES), "fp16" if old else "no")
     if mixed == "fp8":
-        _fp8(source)
+        key, scaling = "fp8_config.fp8_backend", "fp8_config.fp8_use_mxfp8_block_scaling"
+        differs = FP8[source.take(key, one_of("AO", "TE", "MSAMP"))]
+        block = source.take(scaling, a_boolean_or_word, False)
+        kind = "mxfp8" if block else "fp8_tensorwise"
+        source.put("mixed_precision", "precision.matmul", kind, differs="" if block else differs)
+        source.became(key, f"precision.matmul={kind}", differs, differs=bool(differs))
+        source.became(scaling, f"precision.matmul={kind}")
     return mixed
-
-
-def _fp8(source: ForeignConfig) -> None:
-    key = "fp8_config.fp8_backend"
-    backend = source.take(key, one_of("AO", "TE", "MSAMP"))
-    block = source.take("fp8_config.fp8_use_mxfp8_block_scaling", a_boolean_or_word, False)
-    kind = "mxfp8" if block else "fp8_tensorwise"
-    source.put("mixed_precision", "precision.matmul", kind, differs="" if block else FP8[backend])
-    source.became(key, f"precision.matmul={kind}", FP8[backend], differs=bool(FP8[backend]))
-    source.became("fp8_config.fp8_use_mxfp8_block_scaling", f"precision.matmul={kind}")
 
 
 def _put_precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str) -> None:
     """Set the precision of a run without DeepSpeed. As in Trainer, TrainingArguments override
     accelerate."""
     dtype_of_arguments = mixed_precision(arguments)
-    dtype = dtype_of_arguments or {"fp8": "bf16", "no": "fp32"}.get(mixed, mixed)
+    dtype = dtype_of_arguments or DTYPES[mixed]
     if mixed == "fp8":
-        source.imported.set("precision.dtype", dtype, f"{source.file}: mixed_precision")
+        source.set("mixed_precision", "precision.dtype", dtype)
     elif dtype_of_arguments:
         other = mixed not in (dtype_of_arguments, "no")
         why = f"{dtype_of_arguments} of TrainingArguments overrides it" if other else ""
@@ -221,7 +202,6 @@ def _put_precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str) 
 def _data_parallel(
     source: ForeignConfig, arguments: ForeignConfig, spread: str, ranks: int | None, mixed: str
 ) -> None:
-    """Translate DDP, FSDP, Megatron-LM or a single process."""
     imported = source.imported
     imported.replicas = ranks
     if spread == "FSDP":
@@ -234,7 +214,7 @@ def _data_parallel(
     else:
         source.put("distributed_type", "strategy.name", "ddp", "" if ranks != 1 else "one process")
     if spread == "MULTI_CPU" and imported.get("run.device") is None:
-        imported.set("run.device", "cpu", f"{source.file}: distributed_type")
+        source.set("distributed_type", "run.device", "cpu")
     _put_precision(source, arguments, mixed)
 
 
@@ -247,7 +227,6 @@ def _sharding_of(name: str) -> tuple[str, str]:
 
 def _fsdp(source: ForeignConfig, version: int) -> None:
     """Translate `fsdp_config`: sharding, offloading and activation checkpointing."""
-    imported = source.imported
     strategy, reshard = f"{FSDP}sharding_strategy", f"{FSDP}reshard_after_forward"
     named = one_of(*FSDP1)
 
@@ -256,16 +235,16 @@ def _fsdp(source: ForeignConfig, version: int) -> None:
         # accelerate writes the strategy by name or by number
         return FSDP1[int(number) - 1] if number in "12345" else str(named(value))
 
-    if imported.get("strategy.sharding"):
+    if source.imported.get("strategy.sharding"):
         source.settle((strategy, reshard), "", "strategy.sharding is set already")
     elif version == 2:
         freed = source.take(reshard, a_boolean_or_word, True)
         sharding = "FULL_SHARD" if freed else "SHARD_GRAD_OP"
         source.put(reshard, "strategy.sharding", sharding)
     else:
-        key = (
-            reshard if not source.has(strategy) and _is_word(source.left.get(reshard)) else strategy
-        )
+        word = source.left.get(reshard)
+        is_word = isinstance(word, str) and word.lower() not in ("true", "false")
+        key = reshard if is_word and not source.has(strategy) else strategy
         sharding, differs = _sharding_of(source.take(key, a_strategy, "FULL_SHARD"))
         source.put(key, "strategy.sharding", sharding, differs=differs)
     for name, target, value in (
@@ -277,13 +256,8 @@ def _fsdp(source: ForeignConfig, version: int) -> None:
             source.put(FSDP + name, target, value)
 
 
-def _is_word(value: Any) -> bool:
-    return isinstance(value, str) and value.lower() not in ("true", "false")
-
-
 def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
     """Translate `parallelism_config`: the size of each kind of parallelism."""
-    imported = source.imported
     sizes = {
         name: int(source.take(f"{PARALLEL}{name}_size", a_whole_number, 1) or 1)
         for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
@@ -301,17 +275,16 @@ def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
     if ranks and ranks % together:
         problem = f"{ranks} ranks are no multiple of tp x cp x sp = {together}"
         raise source.error("num_processes", problem)
-    imported.replicas = ranks // together if ranks else None
+    source.imported.replicas = ranks // together if ranks else None
     both_sizes = all(source.has(f"{PARALLEL}{name}_size") for name in ("dp_replicate", "dp_shard"))
     product = together * sizes["dp_replicate"] * sizes["dp_shard"]
     if both_sizes and ranks and product != ranks and spread == "FSDP":
         problem = f"{ranks} ranks, but the sizes of parallelism_config make {product}"
         raise source.error("num_processes", problem)
     if sizes["dp_replicate"] > 1:
-        if sizes["dp_shard"] == 1 and sizes["cp"] == 1:
-            problem = "needs dp_shard_size above 1; without shards it is MULTI_GPU"
-            raise source.error(f"{PARALLEL}dp_replicate_size", problem)
         key = f"{PARALLEL}dp_replicate_size"
+        if sizes["dp_shard"] == 1 and sizes["cp"] == 1:
+            raise source.error(key, "needs dp_shard_size above 1; without shards it is MULTI_GPU")
         source.put(key, "strategy.sharding", "HYBRID_SHARD")
         group = sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
         note = "ranks per group, including those of cp and sp"
@@ -338,33 +311,29 @@ def _megatron(source: ForeignConfig, ranks: int | None) -> None:
     def on(name: str) -> bool:
         return bool(source.take(MEGATRON + name, a_boolean_or_word, False))
 
-    imported.set("strategy.name", "fsdp", f"{source.file}: distributed_type")
+    source.set("distributed_type", "strategy.name", "fsdp")
     source.became("distributed_type", "strategy.name=fsdp")
+    distributed, experts = MEGATRON + "use_distributed_optimizer", imported.get("strategy.ep")
     if on("use_custom_fsdp"):
         source.put(MEGATRON + "use_custom_fsdp", "strategy.sharding", "FULL_SHARD")
-    elif on("use_distributed_optimizer") and together == 1 and not imported.get("strategy.ep"):
-        key = MEGATRON + "use_distributed_optimizer"
-        source.put(key, "strategy.sharding", "OPTIMIZER_STATE")
-    elif on("use_distributed_optimizer") or imported.get("strategy.ep"):
+    elif on("use_distributed_optimizer") and together == 1 and not experts:
+        source.put(distributed, "strategy.sharding", "OPTIMIZER_STATE")
+    elif on("use_distributed_optimizer") or experts:
         differs = "its optimizer state is sharded there, here also its gradients"
-        key = MEGATRON + "use_distributed_optimizer"
-        source.put(key, "strategy.sharding", "SHARD_GRAD_OP", differs=differs)
+        source.put(distributed, "strategy.sharding", "SHARD_GRAD_OP", differs=differs)
     else:
-        imported.set("strategy.sharding", "NO_SHARD", f"{source.file}: distributed_type")
+        source.set("distributed_type", "strategy.sharding", "NO_SHARD")
     if on("sequence_parallelism") and imported.get("strategy.tp"):
         source.put(MEGATRON + "sequence_parallelism", "strategy.sequence_parallel", True)
     if on("recompute_activations"):
         full = source.take(MEGATRON + "recompute_granularity", str) == "full"
-        kind = "full" if full else "selective"
-        key = MEGATRON + "recompute_activations"
+        key, kind = MEGATRON + "recompute_activations", "full" if full else "selective"
         source.put(key, "strategy.activation_checkpointing", kind)
-    number: Callable[[Any], Any] = a_positive_number
-    if passes := source.take(MEGATRON + "num_micro_batches", number):
+    if passes := source.take(MEGATRON + "num_micro_batches", a_positive_number):
         imported.accumulation = passes
         why = "accumulation is what the global batch needs"
         source.became(MEGATRON + "num_micro_batches", "batch.global_batch", why)
-    clip = MEGATRON + "gradient_clipping"
-    source.move(clip, "optimizer.clip_norm", float, 1.0)
+    source.move(MEGATRON + "gradient_clipping", "optimizer.clip_norm", float, 1.0)
 
 
 def _deepspeed(
@@ -381,46 +350,33 @@ def _deepspeed(
     named = source.left.get("deepspeed_config.deepspeed_config_file")
     # `ds` or `rest` accounts for these keys below
     values = {key: source.left.pop(key) for key in inline}
-    if named and named != "none":
+    has_file = named and named != "none"
+    if has_file:
         path = beside(str(named), source.file, "deepspeed_config.deepspeed_config_file")
         ds = ForeignConfig(str(path), flat(read_json(path, "ds_config")), DEEPSPEED, imported)
         ds.assumed["gradient_accumulation_steps"] = 1
         for key in ("bf16.enabled", "fp16.enabled"):
             if mixed != "no" and key not in ds.left:
-                ds.assumed[key] = key.startswith({"fp8": "bf16"}.get(mixed, mixed))
+                ds.assumed[key] = key.startswith(DTYPES[mixed])
     else:
-        ds = ForeignConfig(
-            imported.file,
-            values,
-            INLINE,
-            imported,
-            assumed={
-                "zero_optimization.stage": 2,
-                "gradient_accumulation_steps": "auto",
-                "gradient_clipping": "auto",
-                "bf16.enabled": "auto",
-                "fp16.enabled": "auto",
-            },
-        )
+        ds = ForeignConfig(imported.file, values, INLINE, imported)
+        keys = ("gradient_accumulation_steps", "gradient_clipping", "bf16.enabled", "fp16.enabled")
+        ds.assumed = {"zero_optimization.stage": 2, **dict.fromkeys(keys, "auto")}
     optimizes = deepspeed.translate(ds, arguments, ranks, mixed=mixed)
     ds.drop_rest(allow_unknown)
     # beside a ds_config file, accelerate reads only keys about the launch from its own section
-    if ds.file != imported.file:
+    if has_file:
         rest = ForeignConfig(imported.file, values, INLINE, imported)
-        rest.settle(
-            [key for key in rest.left if not key.startswith("deepspeed_config.")],
-            "",
-            f"{path.name} has it",
-        )
+        others = [key for key in rest.left if not key.startswith("deepspeed_config.")]
+        rest.settle(others, "", f"{path.name} has it")
         rest.drop_rest(allow_unknown)
     dtype = imported.get("precision.dtype")
-    agreed = {"fp8": "bf16", "no": "fp32"}.get(mixed, mixed) == dtype
+    agreed = DTYPES[mixed] == dtype
     why = "" if agreed else "the ds_config or TrainingArguments override it"
     source.became("mixed_precision", f"precision.dtype={dtype}", why, differs=not agreed)
     sharding = imported.get("strategy.sharding")
-    source.became(
-        "distributed_type", f"strategy.sharding={sharding}" if sharding else "strategy.name=ddp"
-    )
+    strategy = f"strategy.sharding={sharding}" if sharding else "strategy.name=ddp"
+    source.became("distributed_type", strategy)
     return optimizes
 
 
@@ -429,6 +385,6 @@ def _compile(source: ForeignConfig) -> None:
     for key in ("dynamo_backend", "dynamo_config.dynamo_backend"):
         backend = source.take(key, str, "NO")
         if backend.upper() not in ("NO", "EAGER"):
-            other = backend.upper() != "INDUCTOR"
-            differs = f"{backend} there, inductor here" if other else ""
+            inductor = backend.upper() == "INDUCTOR"
+            differs = "" if inductor else f"{backend} there, inductor here"
             source.put(key, "strategy.compile", True, differs=differs)

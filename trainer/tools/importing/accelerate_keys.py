@@ -1,8 +1,6 @@
 """The keys of an accelerate configuration without a counterpart in recipes, each with the reason.
-
 Some keys are also translated; they are listed for the values that
-`trainer.tools.importing.accelerate` cannot use. Names are those of accelerate 0.11 to 1.15. A key
-that ends in a dot covers all keys below it.
+`trainer.tools.importing.accelerate` cannot use. Names are those of accelerate 0.11 to 1.15.
 """
 
 from trainer.tools.importing.foreign_config import KeyTable, reasons
@@ -131,4 +129,3 @@ TABLE = KeyTable(
     aliases={},
     complete=spelled_out,
 )
-"""Rules for the untranslated keys of an accelerate configuration."""

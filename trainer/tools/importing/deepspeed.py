@@ -1,31 +1,32 @@
 """Translates a DeepSpeed configuration (ds_config.json) to a recipe, with every key accounted for.
 
 Settings that a ds_config lacks (model, data, length of the run) become lines to fill in. "auto"
-means the value in Hugging Face's TrainingArguments. They also supply optimizer and schedule if the
-ds_config has none.
+means the value in Hugging Face's TrainingArguments. Optimizer and schedule come from
+TrainingArguments, too, if the ds_config has none.
 """
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from trainer.recipe import ZERO_STAGES
+from trainer.recipe.yaml_tree import flat
 from trainer.tools.importing.deepspeed_keys import TABLE
 from trainer.tools.importing.foreign_config import (
     ForeignConfig,
     a_boolean,
-    a_device,
     a_number,
     a_pair,
     a_positive_number,
     a_whole_number,
     beside,
-    flat,
+    one_of,
     read_json,
 )
 from trainer.tools.importing.imported import ABSENT, ImportedRecipe, ReportLine
 from trainer.tools.importing.training_arguments import (
+    DTYPES,
     fill,
     is_file,
     mixed_precision,
@@ -55,10 +56,8 @@ TORCH = {
 }  # fmt: skip
 """torch optimizer that DeepSpeed accepts by name → its default learning rate."""
 
-
-OptimizerEntry: TypeAlias = tuple[str, str, float, list[float] | None, float | None, str]
-ADAM: OptimizerEntry = ("optimizer.name", "adamw", 1e-3, [0.9, 0.999], 1e-8, "")
-OPTIMIZERS: dict[str, OptimizerEntry] = {
+ADAM = ("optimizer.name", "adamw", 1e-3, [0.9, 0.999], 1e-8, "")
+OPTIMIZERS: dict[str, tuple[str, str, float, list[float] | None, float | None, str]] = {
     "adam": ADAM,
     "adamw": ADAM,
     "onebitadam": (*ADAM[:5], "gradients are sent whole"),
@@ -89,8 +88,8 @@ def import_deepspeed(
     Args:
         path: JSON file.
         overrides: `key.sub=value` of the recipe, applied over the ds_config.
-        ranks: number of ranks; determines the global batch if the ds_config only has the
-            micro-batch.
+        ranks: number of ranks of the original run, if the file lacks it. With the micro-batch it
+            gives the global batch.
         training_arguments: JSON file of the Hugging Face TrainingArguments used with it.
         allow_unknown: report unknown keys instead of raising an error; DeepSpeed itself ignores
             most unknown keys.
@@ -117,21 +116,18 @@ def deepspeed_of_arguments(
     arguments: ForeignConfig, ranks: int | None, allow_unknown: bool
 ) -> bool:
     """Translate the ds_config that TrainingArguments contain or name. Return whether
-    TrainingArguments may still supply the optimizer's values."""
+    TrainingArguments may have the values of the optimizer."""
     held = arguments.left.get("deepspeed")
     if not held:
         return True
+    imported = arguments.imported
     if isinstance(held, dict):
         arguments.left.pop("deepspeed")
-        values = {f"deepspeed.{key}": value for key, value in flat(held).items()}
-        source = ForeignConfig(
-            arguments.file, values, TABLE, arguments.imported, prefix="deepspeed."
-        )
+        values = flat(held, "deepspeed.")
+        source = ForeignConfig(arguments.file, values, TABLE, imported, prefix="deepspeed.")
     else:
         path = beside(str(held), arguments.file, "deepspeed")
-        source = ForeignConfig(
-            str(path), flat(read_json(path, "ds_config")), TABLE, arguments.imported
-        )
+        source = ForeignConfig(str(path), flat(read_json(path, "ds_config")), TABLE, imported)
         arguments.became("deepspeed", "strategy", f"{path.name} has it")
     optimizes = translate(source, arguments, ranks)
     source.drop_rest(allow_unknown)
@@ -146,8 +142,8 @@ def translate(
     by_trainer: bool = True,
     mixed: str | None = None,
 ) -> bool:
-    """Translate the keys of a ds_config that have a counterpart; "auto" and Trainer's own keys are
-    left to TrainingArguments.
+    """Translate the keys of a ds_config that have a counterpart; "auto" means the value in
+    TrainingArguments. Return whether the optimizer's values may come from TrainingArguments.
 
     Args:
         source: the ds_config.
@@ -155,9 +151,6 @@ def translate(
         ranks: number of ranks, if known.
         by_trainer: whether Hugging Face's Trainer reads the file.
         mixed: accelerate's `mixed_precision`, which "auto" then means.
-
-    Returns:
-        Whether TrainingArguments may still supply the optimizer's values.
     """
     source.drop_switched_off()
     _strategy(source)
@@ -195,7 +188,7 @@ def _strategy(source: ForeignConfig) -> None:
         # parallelism_config has set hybrid sharding
         elif imported.get("strategy.sharding") == "HYBRID_SHARD":
             sharding = "HYBRID_SHARD"
-        imported.set("strategy.name", "fsdp", f"{source.file}: {key}")
+        source.set(key, "strategy.name", "fsdp")
         source.put(key, "strategy.sharding", sharding, f"ZeRO-{stage}", differs)
         if group > 0 and sharding == "HYBRID_SHARD":
             source.put(parts, "strategy.shard_size", group, "ranks per group")
@@ -210,6 +203,7 @@ def _offload(source: ForeignConfig, stage: int) -> str:
     """Return the device of DeepSpeed's offloaded optimizer state or parameters: "", "cpu" or
     "nvme". Also set the recipe's offload keys."""
     devices: dict[str, str] = {}
+    a_device = one_of("none", "cpu", "nvme")
     for what, old, least in (("optimizer", "cpu_offload", 1), ("param", "cpu_offload_param", 3)):
         for key, kind in ((f"{ZERO}offload_{what}.device", a_device), (ZERO + old, a_boolean)):
             device = source.take(key, kind, "none")
@@ -219,16 +213,13 @@ def _offload(source: ForeignConfig, stage: int) -> str:
     device = max(devices.values(), default="")
     if device:
         note = "parameters, gradients and optimizer state"
-        source.imported.set(
-            "strategy.offload", device, f"{source.file}: {next(iter(devices))}", note
-        )
+        source.set(next(iter(devices)), "strategy.offload", device, note)
         source.settle(devices, f"strategy.offload={device}", note)
     if device == "nvme":
         paths = [f"{ZERO}offload_{what}.nvme_path" for what in ("optimizer", "param")]
         given = {key: at for key in paths if (at := source.left.get(key)) not in (None, "auto")}
         origin, path = next(iter(given.items()), (paths[0], "/local_nvme"))
-        note = "a directory on a local disk"
-        source.imported.set("strategy.offload_directory", path, f"{source.file}: {origin}", note)
+        source.set(origin, "strategy.offload_directory", path, "a directory on a local disk")
         for key in paths:
             other = given.get(key, path) != path
             why = "one directory holds all that is offloaded" if other else ""
@@ -250,7 +241,6 @@ def _parallelism(source: ForeignConfig, ranks: int | None) -> int | None:
 
 
 def _precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str | None) -> None:
-    imported = source.imported
     dtypes = {"bf16": "bf16", "fp16": "fp16", "amp": "fp16", "torch_autocast": "bf16"}
     cast = str(source.take("torch_autocast.dtype", str, "bfloat16")).removeprefix("torch.")
     if cast in ("float16", "half", "fp16"):
@@ -265,13 +255,13 @@ def _precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str | Non
     elif not used and mixed is None:
         source.put("bf16.enabled", "precision.dtype", "fp32", "neither bf16 nor fp16 there")
     else:
-        wanted = mixed_precision(arguments) or {"fp8": "bf16", "no": "fp32"}.get(mixed or "", mixed)
+        wanted = mixed_precision(arguments) or (mixed and DTYPES[mixed])
         guess = not wanted and not is_file(arguments)
         dtype = wanted or ("bf16" if guess else "fp32")
         note = "auto: --bf16 or --fp16 of your script decides, or fp32 where it gave neither"
         note = note if guess else "auto: your other file has it"
         key = f"{used[0] if used else 'bf16'}.enabled"
-        imported.set("precision.dtype", dtype, f"{source.file}: {key}", note, given=False)
+        source.set(key, "precision.dtype", dtype, note, given=False)
         keys = ("bf16.enabled", "fp16.enabled")
         source.settle(keys, f"precision.dtype={dtype}", note, differs=guess)
     if dtype != "fp16":
@@ -290,7 +280,7 @@ def _precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str | Non
         if "fp16.loss_scale_window" not in source.left:
             why = "after 1000 good steps there, 2000 here, the scale doubles"
             name = f"{source.label}fp16.loss_scale_window"
-            imported.lines.append(ReportLine(name, ABSENT, "", why, differs=True))
+            source.imported.lines.append(ReportLine(name, ABSENT, "", why, differs=True))
 
 
 def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float | None, str]:
@@ -333,7 +323,7 @@ def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float |
         muon: dict[str, Any] = {"adjust_lr": "original"}
         if (momentum := source.take(PARAMS + "momentum", a_number)) is not None:
             muon["momentum"] = 0.95 if momentum == "auto" else momentum
-        source.imported.set("optimizer.muon", muon, f"{source.file}: optimizer.type")
+        source.set("optimizer.type", "optimizer.muon", muon)
         source.became(PARAMS + "momentum", "optimizer.muon.momentum")
         if isinstance(adam := source.take(PARAMS + "adam_lr", a_number), float):
             scale = f"{adam / peak:g}" if peak else "of your choice"
@@ -343,8 +333,7 @@ def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float |
         given = [key for key in source.below(PARAMS) if source.left[key] not in (None, "auto")]
         options = {key.removeprefix(PARAMS): source.left[key] for key in given}
         if options:
-            origin = f"{source.file}: {given[0]}"
-            source.imported.set("optimizer.factory_options", options, origin)
+            source.set(given[0], "optimizer.factory_options", options)
         source.settle(given, "optimizer.factory_options")
         source.settle(source.below(PARAMS), "", f"the default of {value}")
     return peak, ""
@@ -375,7 +364,6 @@ def _schedule(
     by_trainer: bool,
 ) -> None:
     """Translate the schedule's shape, and its peak unless the optimizer has no counterpart."""
-    imported = source.imported
     kind = source.take("scheduler.type", str)
     shape = SHAPES.get((kind or "").lower())
     if not shape:
@@ -384,7 +372,7 @@ def _schedule(
             source.settle(source.below("scheduler."), "", why, differs=True)
             note = why if kind else "no scheduler there; if your script has one, set it here"
             source.put("scheduler.type", "schedule.name", "constant", differs=note)
-            imported.given.add("schedule.name")
+            source.imported.given.add("schedule.name")
         return
     warmup, steps, low, high = (
         f"scheduler.params.{name}"
@@ -393,9 +381,8 @@ def _schedule(
     source.put("scheduler.type", "schedule.name", shape)
     warms = source.take(warmup, a_whole_number, 1000)
     if warms == "auto":
-        warms = arguments.take("warmup_steps", a_number, 0) or arguments.take(
-            "warmup_ratio", a_number, 0
-        )
+        warms = arguments.take("warmup_steps", a_number, 0)
+        warms = warms or arguments.take("warmup_ratio", a_number, 0)
     logarithmic = source.take("scheduler.params.warmup_type", str, "log") != "linear"
     differs = "linear, where DeepSpeed's is logarithmic" if warms and logarithmic else ""
     source.move(warmup, "schedule.warmup_steps", a_whole_number, 1000, differs=differs)
@@ -423,7 +410,7 @@ def _schedule(
 
 
 def _batch(source: ForeignConfig, arguments: ForeignConfig, by_trainer: bool) -> None:
-    imported, replicas = source.imported, source.imported.replicas
+    replicas = source.imported.replicas
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, passes = (source.take(name, a_positive_number) for name in names)
     automatic = by_trainer and (micro == "auto" or (micro is None and not isinstance(whole, int)))
@@ -438,31 +425,23 @@ def _batch(source: ForeignConfig, arguments: ForeignConfig, by_trainer: bool) ->
         wanted = ("" if all_known else "a multiple of ") + " x ".join(map(str, factors))
         raise source.error(names[0], f"{whole} is not {wanted}" + (" replicas" if replicas else ""))
     if source.has(names[2]) or names[2] in source.assumed:
-        imported.accumulation = passes
+        source.imported.accumulation = passes
     accumulated = passes if isinstance(passes, int) else 1
     if isinstance(micro, int) and not automatic:
         source.put(names[1], "batch.micro_batch", micro, "the most one rank holds")
     elif isinstance(whole, int) and replicas and not isinstance(micro, int):
-        note, micro = (
-            f"{whole} / ({accumulated} x {replicas} replicas)",
-            whole // (accumulated * replicas),
-        )
-        imported.set("batch.micro_batch", micro, f"{source.file}: {names[0]}", note)
+        note = f"{whole} / ({accumulated} x {replicas} replicas)"
+        micro = whole // (accumulated * replicas)
+        source.set(names[0], "batch.micro_batch", micro, note)
     if isinstance(whole, int):
         note = "" if micro or replicas else "with --ranks, batch.micro_batch is set, too"
         source.put(names[0], "batch.global_batch", whole, note)
     elif replicas and isinstance(micro, int):
         note = f"{micro} x {accumulated} x {replicas} replicas"
-        imported.set(
-            "batch.global_batch",
-            micro * accumulated * replicas,
-            f"{source.file}: {names[0]}",
-            note,
-        )
+        source.set(names[0], "batch.global_batch", micro * accumulated * replicas, note)
         source.became(names[0], "batch.global_batch", note)
     source.became(names[2], "batch.global_batch", "accumulation is what the global batch needs")
 
 
 def _number(value: Any) -> float | None:
-    """Return the number in a configuration, or None for "auto"."""
     return None if value == "auto" else value

@@ -2,8 +2,7 @@
 Some keys are also translated; they are listed for the values that
 `trainer.tools.importing.deepspeed` cannot use.
 
-Names are those of DeepSpeed 0.10 to 0.19 and the older spellings it still reads. A key that ends in
-a dot covers all keys below it. A key neither translated nor listed here is unknown.
+Names are those of DeepSpeed 0.10 to 0.19 and the older spellings it still reads.
 """
 
 from trainer.tools.importing.foreign_config import KeyTable, reasons
@@ -14,7 +13,6 @@ def _inline(key: str) -> str:
 
 
 def _expand(key: str) -> str:
-    """Expand the abbreviations `zero.` and `params.` at the beginning of a key."""
     for short, whole in (("zero.", "zero_optimization."), ("params.", "optimizer.params.")):
         key = whole + key.removeprefix(short) if key.startswith(short) else key
     return key
@@ -214,7 +212,6 @@ TABLE = KeyTable(
     differs=reasons(_DIFFERS, _expand),
     aliases={_expand(old): _expand(new) for old, new in map(str.split, _RENAMED.splitlines())},
 )
-"""Rules for the untranslated keys of a ds_config."""
 
 INLINE = KeyTable(
     owner="accelerate",

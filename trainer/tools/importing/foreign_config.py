@@ -26,17 +26,17 @@ Converter: TypeAlias = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class KeyTable:
-    """Rules for the untranslated keys of one kind of file."""
+    """Rules for the untranslated keys of one kind of file. A key that ends in a dot stands for all
+    keys below it."""
 
     owner: str
     """Program whose defaults apply to missing keys, such as "DeepSpeed"."""
     no_meaning: Mapping[str, str]
-    """Key, or prefix that ends in a dot → why a recipe needs no counterpart."""
+    """Key → why a recipe needs no counterpart."""
     differs: Mapping[str, str]
-    """Key, or prefix that ends in a dot → how training differs without it, unless its value
-    switches a feature off."""
+    """Key → how training differs without it, unless its value switches a feature off."""
     aliases: Mapping[str, str]
-    """Other spelling of a key, or of a prefix that ends in a dot → spelling in this package."""
+    """Other spelling of a key → spelling in this package."""
     automatic: bool = False
     """Whether a value may be "auto", for which Trainer inserts a value."""
     complete: Callable[[str], str] = str
@@ -44,8 +44,8 @@ class KeyTable:
 
 
 def reasons(text: str, whole: Callable[[str], str] = str) -> dict[str, str]:
-    """Parse a table of key → reason. Each line of `text` is a reason, followed by indented lines
-    with its keys; `whole` expands a key."""
+    """Parse a table of key → reason: each line of `text` is a reason, followed by indented lines
+    with its keys. `whole` expands a key."""
     by_key, reason = {}, ""
     for line in text.splitlines():
         if line.startswith(" "):
@@ -56,8 +56,8 @@ def reasons(text: str, whole: Callable[[str], str] = str) -> dict[str, str]:
 
 
 def read_json(path: str | Path, what: str) -> dict[str, Any]:
-    """Read the object in a JSON file; `what` describes the file in errors. Raises RecipeError if
-    the file is missing, is no JSON, or repeats a key."""
+    """Read the object in a JSON file, which errors call `what`. Raises RecipeError if the file is
+    missing, is no JSON, or repeats a key."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         # json itself would silently keep the last of equal keys
@@ -83,8 +83,7 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
-    """Read the mapping in a YAML file; `what` describes the file in errors. Raises RecipeError if
-    the file is missing, is no YAML, or repeats a key."""
+    """Like `read_json`, for a mapping in a YAML file."""
     tree, origins, problems = read_tree(path, what=what)
     if problems:
         raise RecipeError(listed(problems, origins))
@@ -92,25 +91,12 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def beside(named: str, file: str, key: str) -> Path:
-    """Locate the file that a key of `file` names: relative to the working directory, as its trainer
-    does, or to the folder of `file`. Raises RecipeError if neither exists."""
+    """Return the path of the file that a key of `file` names, relative to the working directory or
+    to the folder of `file`. Raises RecipeError if neither exists."""
     for path in (Path(named), Path(file).parent / named):
         if path.is_file():
             return path
     raise RecipeError(f"{file}: {key}: no file {named}, neither here nor beside it; copy it there")
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten {"fp16": {"enabled": true}} to {"fp16.enabled": True}; an empty section remains one
-    key."""
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = prefix + name
-        if isinstance(value, dict) and value:
-            leaves |= flat(value, f"{key}.")
-        else:
-            leaves[key] = value
-    return leaves
 
 
 class ForeignConfig:
@@ -123,17 +109,12 @@ class ForeignConfig:
         table: KeyTable,
         imported: ImportedRecipe,
         *,
-        assumed: Mapping[str, Any] | None = None,
         prefix: str = "",
     ) -> None:
-        """`values` has dotted names, as from `flat`, all with a `prefix` to ignore. `assumed`:
-        defaults of missing keys."""
-        self.file, self.table, self.imported, self.assumed = (
-            file,
-            table,
-            imported,
-            dict(assumed or {}),
-        )
+        """`values` has dotted names, as from `flat`, all with a `prefix` to ignore."""
+        self.file, self.table, self.imported = file, table, imported
+        self.assumed: dict[str, Any] = {}
+        """Key → its value if the file lacks it."""
         self.label = "" if file == imported.file else f"{Path(file).name}: "
         """Prefix of the keys in the report, if they come from a second file."""
         self.spelled: dict[str, str] = {}
@@ -154,13 +135,16 @@ class ForeignConfig:
         self.automatic = "auto" in self.left.values()
         """Whether some value is "auto", for which Hugging Face's Trainer inserts a value."""
 
+    def origin(self, key: str) -> str:
+        """Format file and key, for messages."""
+        return f"{self.file}: {self.spelled.get(key, key)}"
+
     def error(self, key: str, problem: str) -> RecipeError:
-        """Return a RecipeError with file and key."""
-        return RecipeError(f"{self.file}: {self.spelled.get(key, key)}: {problem}")
+        return RecipeError(f"{self.origin(key)}: {problem}")
 
     def take(self, key: str, kind: Converter, default: Any = None) -> Any:
         """Return the converted value of a key; "auto" stays as it is, and a missing or null key has
-        the default. The caller records what becomes of the key."""
+        the default. The caller records the result."""
         self.requested.add(key)
         value = self.left.get(key)
         value = self.assumed.get(key) if value is None else value
@@ -174,14 +158,8 @@ class ForeignConfig:
             raise self.error(key, wanted) from None
 
     def became(self, key: str, target: str, why: str = "", *, differs: bool = False) -> None:
-        """Record what became of a key.
-
-        Args:
-            key: a key of the file.
-            target: recipe key that it became; "": none.
-            why: a remark.
-            differs: whether training differs from the file.
-        """
+        """Record that a key of the file became the recipe key `target`, "" for none, with a remark,
+        and whether training differs from the file."""
         if key in self.left:
             value = self.left.pop(key)
             name = self.label + self.spelled[key]
@@ -194,6 +172,10 @@ class ForeignConfig:
         for key in list(keys):
             self.became(key, target, why, differs=differs)
 
+    def set(self, key: str, target: str, value: Any, note: str = "", given: bool = True) -> None:
+        """Set a recipe key from a key of the file, which the caller accounts for."""
+        self.imported.set(target, value, self.origin(key), note, given)
+
     def below(self, prefix: str) -> list[str]:
         """Keys with a prefix that are not accounted for yet."""
         return [key for key in self.left if key.startswith(prefix)]
@@ -203,17 +185,10 @@ class ForeignConfig:
         return self.left.get(key) not in (None, "auto")
 
     def put(self, key: str, target: str, value: Any, note: str = "", differs: str = "") -> None:
-        """Set a recipe key from a key of the file, and record that. For a missing key the default
-        of the file's trainer is set, and recorded as a difference if the recipe's default is
-        another.
-
-        Args:
-            key: a key of the file.
-            target: recipe key to set.
-            value: its value.
-            note: a further remark.
-            differs: how training differs nevertheless; "" if it does not.
-        """
+        """Set the recipe key `target` from a key of the file, and record that. If the key is
+        missing, `value` is the default of the file's trainer; another default in recipes is
+        recorded as a difference. `differs`: how training differs nevertheless; "" if it does
+        not."""
         given, present = self.has(key), key in self.left
         remark = note = "; ".join(filter(None, [note, differs]))
         usual = recipe_default(target)
@@ -223,12 +198,12 @@ class ForeignConfig:
             note = "; ".join(filter(None, [note, theirs]))
             ours = "none" if usual is None else inline(usual)
             remark = note + (f", where a recipe has {ours}" if other else "")
-        name = self.label + self.spelled.get(key, key)
-        self.imported.set(target, value, f"{self.file}: {self.spelled.get(key, key)}", note, given)
+        self.set(key, target, value, note, given)
         became = f"{target}={inline(value)}"
         if present:
             self.became(key, became, remark, differs=bool(differs) or other)
         elif differs or other:
+            name = self.label + self.spelled.get(key, key)
             self.imported.lines.append(ReportLine(name, ABSENT, became, remark, True))
 
     def move(
@@ -241,7 +216,7 @@ class ForeignConfig:
         differs: str = "",
     ) -> Any:
         """Call `take`, then `put`, and return the value. For "auto", return None and set nothing,
-        as TrainingArguments supply the value."""
+        as TrainingArguments have the value."""
         value = self.take(key, kind, default)
         if value == "auto":
             return self.leave(key, target)
@@ -260,7 +235,7 @@ class ForeignConfig:
 
     def drop_rest(self, allow_unknown: bool) -> None:
         """Record every remaining key with the reason from the table. Raises RecipeError for an
-        unknown key without `allow_unknown`, and for a section without keys."""
+        unknown key without `allow_unknown`, and for a value where a section should be."""
         table = self.table
         known = {*self.requested, *table.no_meaning, *table.differs, *table.aliases}
         for key in list(self.left):
@@ -292,13 +267,13 @@ AUTO = "auto: from TrainingArguments"
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value switches a feature off."""
     words = ("none", "no", "false", "off", "auto", "", "0")
     return value in (None, False, 0, {}, []) or (isinstance(value, str) and value.lower() in words)
 
 
 def a_number(value: Any, *, whole: bool = False, above: float = -math.inf) -> float:
-    """Convert a value to a number, possibly a whole one or one above a bound; else ValueError."""
+    """Convert a value to a number, whole or above a bound if requested. Raises ValueError for
+    another value."""
     wanted = ("a whole number" if whole else "a number") + (f" above {above}" * (above == 0))
     with suppress(TypeError, ValueError):
         # Python would accept true as 1; here it is a mistake.
@@ -314,36 +289,29 @@ a_positive_number = partial(a_number, whole=True, above=0)
 
 
 def a_pair(value: Any) -> list[float]:
-    """Check that a value is a list of two numbers, and convert it; else ValueError."""
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError("two numbers")
     return [a_number(item) for item in value]
 
 
 def a_boolean(value: Any) -> bool | str:
-    """Convert true or false, or "auto" in any case; else ValueError."""
+    """Convert true, false or "auto" in any case. Raises ValueError for another value."""
     word = value.lower() if isinstance(value, str) else json.dumps(value)
     if word not in ("true", "false", "auto"):
         raise ValueError("true, false")
     return word if word == "auto" else word == "true"
 
 
-def a_device(value: Any) -> str:
-    """Check that a value is a device of offloading, none, cpu or nvme; else ValueError."""
-    if value not in ("none", "cpu", "nvme"):
-        raise ValueError("none, cpu, nvme")
-    return value
-
-
 def a_boolean_or_word(value: Any) -> bool:
-    """Convert true or false, or accelerate's "yes" or "no"; else ValueError."""
+    """Convert true, false, or accelerate's "yes" and "no". Raises ValueError for another value."""
     if isinstance(value, str) and value.lower() in ("yes", "no"):
         return value.lower() == "yes"
     return bool(a_boolean(value))
 
 
 def words(value: Any) -> list[str]:
-    """Convert words, in a string separated by spaces or in a list; else ValueError."""
+    """Convert a list of words, or a string of words with spaces between. Raises ValueError for
+    another value."""
     parts = value.split() if isinstance(value, str) else value
     if not isinstance(parts, list) or not all(isinstance(word, str) for word in parts):
         raise ValueError("a word, or a list of words")
@@ -351,8 +319,7 @@ def words(value: Any) -> list[str]:
 
 
 def one_of(*names: str) -> Converter:
-    """Return a `Converter` for one of several words in any case, converted to the spelling in
-    `names`."""
+    """Return a `Converter` of `names` in any case to their spelling in `names`."""
 
     def a_word(value: Any) -> str:
         for name in names:

@@ -1,5 +1,4 @@
-"""Collects a recipe under construction, and records what became of each key of the imported
-file."""
+"""A recipe under construction, and the report about each key of the imported file."""
 
 import json
 import math
@@ -39,12 +38,11 @@ class ReportLine:
     """Recipe key that the key became; "": there is no counterpart."""
     why: str
     differs: bool = False
-    """Whether training differs from the configuration, or from a default that a recipe does not
-    have."""
+    """Whether training differs from the configuration, or from its trainer's default."""
 
     @property
     def kind(self) -> str:
-        """Section of the report in which this line is."""
+        """Section of the report."""
         kept = "translated" if self.became else "no meaning here"
         return "differs" if self.differs else kept
 
@@ -61,7 +59,6 @@ class ImportedRecipe:
     """A recipe under construction, with the report about the imported configuration."""
 
     file: str
-    """Path of the configuration file."""
     tree: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The recipe: section → key → value."""
     notes: dict[str, str] = field(default_factory=dict)
@@ -79,8 +76,7 @@ class ImportedRecipe:
     """Forward passes per optimizer step, if the configuration determines them."""
     _overrides: tuple[str, ...] = ()
     launch: str = ""
-    """Perdure's command for the launch that the configuration describes; "" if it describes
-    none."""
+    """Perdure's command for the launch that the configuration describes; "" for none."""
 
     def set(self, key: str, value: Any, origin: str, note: str = "", given: bool = True) -> None:
         """Set a recipe key, whose value came from `origin`, "file: key"."""
@@ -92,13 +88,12 @@ class ImportedRecipe:
             self.given.add(key)
 
     def get(self, key: str) -> Any:
-        """Return the present value of a recipe key; None if it is not set."""
         section, name = key.split(".")
         return self.tree.get(section, {}).get(name)
 
     @property
     def steps(self) -> int | None:
-        """Length of the run in steps, if known."""
+        """Steps of the run, if known."""
         steps = self.overridden.get("run", {}).get("steps", self.get("run.steps"))
         return steps if isinstance(steps, int) and steps else None
 
@@ -150,8 +145,7 @@ class ImportedRecipe:
         validate(tree, self.origins, self.file)
 
     def recipe(self) -> str:
-        """Format the recipe as YAML, with open keys as comments; `perdure train` reports them as
-        missing."""
+        """Format the recipe as YAML, with open keys as comments."""
         sections = dict.fromkeys([*(key.split(".")[0] for key in NEEDED), *self.tree])
         text = [f"# Imported from {Path(self.file).name}; what became of each key is at the end."]
         for section in sections:
@@ -169,8 +163,7 @@ class ImportedRecipe:
     def report(self) -> list[str]:
         """Lines of text about every key of the configuration, every differing default of its
         trainer, and the open keys."""
-        width = max((len(line.shown) for line in self.lines), default=0)
-        width = min(width, 60)
+        width = min(60, max((len(line.shown) for line in self.lines), default=0))
         text = []
         for title in ("translated", "differs", "no meaning here"):
             lines = [line for line in self.lines if line.kind == title]

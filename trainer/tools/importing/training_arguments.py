@@ -1,7 +1,7 @@
 """Translates Hugging Face's TrainingArguments, from a JSON file or their defaults, to a recipe.
 
-TrainingArguments supply what another file of the same run, a ds_config or an accelerate
-configuration, leaves open. If both set a value, the values must agree, as in Trainer.
+Another file of the same run, a ds_config or an accelerate configuration, may come first. If both
+files set a value, the values must agree, as in Trainer.
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.recipe import RecipeError
+from trainer.recipe.yaml_tree import flat
 from trainer.tools.importing.foreign_config import (
     Converter,
     ForeignConfig,
@@ -19,7 +20,6 @@ from trainer.tools.importing.foreign_config import (
     a_positive_number,
     a_whole_number,
     beside,
-    flat,
     one_of,
     read_json,
     words,
@@ -28,6 +28,8 @@ from trainer.tools.importing.imported import ImportedRecipe, inline
 from trainer.tools.importing.training_arguments_keys import TABLE
 
 WHAT = "TrainingArguments file"
+DTYPES = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
+"""Value of accelerate's `mixed_precision` → `precision.dtype`."""
 
 ADAMW = {
     "adamw_torch": "", "adamw_torch_fused": "", "adamw_hf": "", "adamw_torch_xla": "",
@@ -56,32 +58,12 @@ SHAPES = {
 """Value of `lr_scheduler_type` → `schedule.name`."""
 
 
-# (key, its default, recipe key, type, note)
-OPERATING: tuple[tuple[str, Any, str, Converter, str], ...] = (
-    ("save_total_limit", 0, "checkpoint.keep", a_whole_number, "0 keeps all"),
-    ("dataloader_num_workers", 0, "data.workers", a_whole_number, ""),
-    ("ddp_timeout", 1800, "elastic.timeout_seconds", a_number, ""),
-)
-"""Keys about operation, translated only from a file, as their defaults do not affect training."""
-
-
 def import_training_arguments(
     path: str | Path, overrides: Sequence[str] = (), *, ranks: int | None = None,
     allow_unknown: bool = False,
 ) -> ImportedRecipe:  # fmt: skip
     """Translate TrainingArguments, as `TrainingArguments.to_json_string` writes them, with the
-    ds_config or `fsdp_config` in them.
-
-    Args:
-        path: JSON file.
-        overrides: `key.sub=value` of the recipe, applied over the file.
-        ranks: number of GPUs of the original run; determines the global batch.
-        allow_unknown: report unknown keys instead of raising an error.
-
-    Raises:
-        RecipeError: no JSON, an unknown key, a value of the wrong type, or contradictory keys; one
-            line with file and key.
-    """
+    ds_config or `fsdp_config` in them; for arguments and errors see `import_deepspeed`."""
     from trainer.tools.importing.accelerate import fsdp_of_arguments
     from trainer.tools.importing.deepspeed import deepspeed_of_arguments
 
@@ -114,7 +96,7 @@ def read_arguments(path: str | Path | None, imported: ImportedRecipe) -> Foreign
 
 
 def _nested(value: str, file: str, key: str) -> Any:
-    """Return an argument that may also be JSON in a string; `fsdp_config` may also be a path."""
+    """Parse an argument that is JSON in a string; `fsdp_config` may also be a path."""
     if value.lstrip().startswith("{"):
         try:
             return json.loads(value)
@@ -124,13 +106,12 @@ def _nested(value: str, file: str, key: str) -> Any:
 
 
 def is_file(arguments: ForeignConfig) -> bool:
-    """Whether the arguments come from a file, rather than being defaults."""
+    """Whether the arguments come from a file. Otherwise they are defaults."""
     return arguments.file != "TrainingArguments"
 
 
 def mixed_precision(arguments: ForeignConfig) -> str | None:
-    """ "bf16" or "fp16", whichever the arguments switch on; None if neither. Raises RecipeError if
-    both are on."""
+    """Return which of "bf16" and "fp16" is on, None if neither. Raises RecipeError if both are."""
     on = [name for name in ("bf16", "fp16") if arguments.take(name, a_boolean, False) is True]
     if len(on) > 1:
         raise arguments.error("fp16", "is true, and so is bf16; keep one")
@@ -138,16 +119,11 @@ def mixed_precision(arguments: ForeignConfig) -> str | None:
 
 
 def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
-    """Set the recipe keys that TrainingArguments determine and no other file has set; record each
-    key with a counterpart.
-
-    Args:
-        arguments: the TrainingArguments.
-        optimizes: whether they may supply the optimizer's values.
-    """
+    """Set the recipe keys that TrainingArguments determine and no other file has set. Record each
+    key with a counterpart. `optimizes`: whether the arguments of the optimizer apply."""
     imported = arguments.imported
-    if arguments.has("max_steps") and (steps := arguments.take("max_steps", a_whole_number)) > 0:
-        _agree(arguments, "max_steps", "run.steps", steps)
+    if arguments.has("max_steps") and arguments.take("max_steps", a_whole_number) > 0:
+        _agree(arguments, "max_steps", "run.steps", a_whole_number)
         arguments.became("num_train_epochs", "", "max_steps sets the length of the run")
     if imported.steps:
         arguments.became("num_train_epochs", "", "run.steps sets the length of the run")
@@ -168,8 +144,7 @@ def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
         keys = ("optim", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon")
         why = "the optimizer of the other file has no counterpart"
         arguments.settle((*keys, "weight_decay"), "", why, differs=True)
-    _agree(arguments, "max_grad_norm", "optimizer.clip_norm",
-           arguments.take("max_grad_norm", a_number, 1.0))  # fmt: skip
+    _agree(arguments, "max_grad_norm", "optimizer.clip_norm", a_number, 1.0)
     _schedule(arguments)
     if imported.get("precision.dtype") is None:
         key = mixed_precision(arguments) or "bf16"
@@ -186,27 +161,30 @@ def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
             raise arguments.error(name, problem)
         arguments.became(name, f"precision.dtype={dtype}" * on, "" if on else "switched off")
     _batch(arguments)
-    _agree(arguments, "seed", "run.seed", arguments.take("seed", a_whole_number, 42))
+    _agree(arguments, "seed", "run.seed", a_whole_number, 42)
     if is_file(arguments):
         _operate(arguments)
 
 
 def _agree(
-    arguments: ForeignConfig, key: str, target: str, value: Any, note: str = "", differs: str = ""
+    arguments: ForeignConfig,
+    key: str,
+    target: str,
+    kind: Converter,
+    default: Any = None,
+    differs: str = "",
 ) -> None:
     """Set a recipe key, or check that another file set it to the same value."""
-    imported = arguments.imported
+    value, imported = arguments.take(key, kind, default), arguments.imported
     present = imported.get(target)
     if present is None:
-        arguments.put(key, target, value, note, differs)
+        arguments.put(key, target, value, differs=differs)
     elif present == value:
         arguments.became(key, f"{target}={inline(value)}")
     elif target in imported.given and arguments.has(key):
         section, name = target.split(".")
-        origin = imported.origins[section, name]
-        raise arguments.error(
-            key, f"is {inline(value)}, but {origin} makes {target}={inline(present)}; keep one"
-        )
+        made = f"{imported.origins[section, name]} makes {target}={inline(present)}"
+        raise arguments.error(key, f"is {inline(value)}, but {made}; keep one")
     else:
         why = f"not used: the other file's trainer has {target}={inline(present)} by default"
         arguments.became(key, "", why, differs=True)
@@ -221,7 +199,7 @@ def _optimizer(arguments: ForeignConfig) -> None:
     elif name in ADAMW:
         arguments.put("optim", "optimizer.name", "adamw", differs=ADAMW[name])
         if ADAMW[name].startswith("optimizer.state_dtype"):
-            imported.set("optimizer.state_dtype", "int8", f"{arguments.file}: optim", "", True)
+            arguments.set("optim", "optimizer.state_dtype", "int8")
     elif name in OTHER_OPTIMIZERS:
         arguments.put("optim", "optimizer.factory", f"torch.optim:{OTHER_OPTIMIZERS[name]}")
     else:
@@ -230,10 +208,8 @@ def _optimizer(arguments: ForeignConfig) -> None:
         why = f"{foreign}; name a class of yours or of a package in optimizer.factory"
         arguments.settle(("optim", *keys), "", why, differs=True)
         return
-    rate = arguments.take("learning_rate", a_number, 5e-5)
-    _agree(arguments, "learning_rate", "optimizer.lr", rate)
-    decay = arguments.take("weight_decay", a_number, 0.0)
-    _agree(arguments, "weight_decay", "optimizer.weight_decay", decay)
+    _agree(arguments, "learning_rate", "optimizer.lr", a_number, 5e-5)
+    _agree(arguments, "weight_decay", "optimizer.weight_decay", a_number, 0.0)
     if imported.get("optimizer.factory"):
         for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
             arguments.became(key, "", "the optimizer has no such value")
@@ -242,11 +218,11 @@ def _optimizer(arguments: ForeignConfig) -> None:
         return
     betas = [arguments.take(f"adam_beta{n}", a_number, b) for n, b in ((1, 0.9), (2, 0.999))]
     second = arguments.has("adam_beta2") or not arguments.has("adam_beta1")
-    _agree(arguments, "adam_beta2" if second else "adam_beta1", "optimizer.betas", betas)
+    named = "adam_beta2" if second else "adam_beta1"
+    _agree(arguments, named, "optimizer.betas", lambda _: betas, betas)
     for key in ("adam_beta1", "adam_beta2"):
         arguments.became(key, f"optimizer.betas={inline(imported.get('optimizer.betas'))}")
-    epsilon = arguments.take("adam_epsilon", a_number, 1e-8)
-    _agree(arguments, "adam_epsilon", "optimizer.eps", epsilon)
+    _agree(arguments, "adam_epsilon", "optimizer.eps", a_number, 1e-8)
 
 
 def _schedule(arguments: ForeignConfig) -> None:
@@ -257,7 +233,7 @@ def _schedule(arguments: ForeignConfig) -> None:
         arguments.settle(scheduler_keys, "", "the scheduler of the other file is used")
     elif kind not in SHAPES:
         why = f"{kind} has no counterpart; schedule.factory names a schedule of your own"
-        imported.set("schedule.name", "constant", f"{arguments.file}: lr_scheduler_type", why)
+        arguments.set("lr_scheduler_type", "schedule.name", "constant", why)
         arguments.settle(scheduler_keys, "schedule.name=constant", why, differs=True)
     else:
         _shape(arguments, kind)
@@ -272,8 +248,8 @@ def _schedule(arguments: ForeignConfig) -> None:
 
 def _shape(arguments: ForeignConfig, kind: str) -> None:
     """Translate the schedule in `lr_scheduler_type`, with its options."""
-    imported, shape, differs = arguments.imported, SHAPES[kind], ""
-    peak = imported.get("optimizer.lr")
+    shape, differs = SHAPES[kind], ""
+    peak = arguments.imported.get("optimizer.lr")
 
     def option(name: str, default: float | None = None) -> Any:
         return arguments.take(f"lr_scheduler_kwargs.{name}", a_number, default)
@@ -298,8 +274,7 @@ def _shape(arguments: ForeignConfig, kind: str) -> None:
         if arguments.take("lr_scheduler_kwargs.decay_type", str, "cosine") != "linear":
             differs = "decays along a cosine there, along a line here"
         decay = int(option("num_decay_steps", 1))
-        origin = f"{arguments.file}: lr_scheduler_kwargs.num_decay_steps"
-        imported.set("schedule.decay_steps", decay, origin)
+        arguments.set("lr_scheduler_kwargs.num_decay_steps", "schedule.decay_steps", decay)
     if shape != "constant":
         later = "each rate comes one step later there"
         differs = f"{differs}; {later}" if differs else later
@@ -324,21 +299,18 @@ def _warmup(arguments: ForeignConfig) -> None:
 
 def _batch(arguments: ForeignConfig) -> None:
     imported = arguments.imported
-    micro = arguments.take("per_device_train_batch_size", a_positive_number, 8)
+    size, key = "per_device_train_batch_size", "gradient_accumulation_steps"
     differs = "counts examples there, packed sequences of data.seq_len tokens here"
-    _agree(arguments, "per_device_train_batch_size", "batch.micro_batch", micro, differs=differs)
-    passes = arguments.take("gradient_accumulation_steps", a_positive_number, 1)
-    key = "gradient_accumulation_steps"
+    _agree(arguments, size, "batch.micro_batch", a_positive_number, 8, differs)
+    passes = arguments.take(key, a_positive_number, 1)
     if imported.accumulation not in (None, passes) and arguments.has(key):
-        raise arguments.error(
-            key, f"is {passes}, but the other file has {imported.accumulation}; keep one"
-        )
+        problem = f"is {passes}, but the other file has {imported.accumulation}; keep one"
+        raise arguments.error(key, problem)
     passes = imported.accumulation or passes
     held = imported.get("batch.micro_batch")
     if imported.get("batch.global_batch") is None and imported.replicas and isinstance(held, int):
         note = f"{held} x {passes} x {imported.replicas} replicas"
-        whole = held * passes * imported.replicas
-        imported.set("batch.global_batch", whole, f"{arguments.file}: {key}", note)
+        arguments.set(key, "batch.global_batch", held * passes * imported.replicas, note)
     if imported.get("batch.global_batch") is None:
         why = f"batch.global_batch is {held} x {passes} x replicas: give --ranks, or fill it in"
         arguments.became(key, "", why)
@@ -347,10 +319,11 @@ def _batch(arguments: ForeignConfig) -> None:
 
 
 def _operate(arguments: ForeignConfig) -> None:
-    """Translate saving, logging and tracking."""
+    """Translate saving, logging and tracking. Their defaults do not affect training."""
     imported = arguments.imported
-    for key, default, target, kind, note in OPERATING:
-        arguments.put(key, target, arguments.take(key, kind, default), note)
+    arguments.move("save_total_limit", "checkpoint.keep", a_whole_number, 0, "0 keeps all")
+    arguments.move("dataloader_num_workers", "data.workers", a_whole_number, 0)
+    arguments.move("ddp_timeout", "elastic.timeout_seconds", a_number, 1800)
     for what, target, usual in (
         ("logging", "run.log_every", "steps"),
         ("save", "checkpoint.every", "steps"),
@@ -380,15 +353,12 @@ def _operate(arguments: ForeignConfig) -> None:
         arguments.became(key, "", "switched off")
     for name in arguments.take("report_to", words, []):
         if name in ("tensorboard", "all"):
-            imported.set("tracking.tensorboard", True, f"{arguments.file}: report_to")
+            arguments.set("report_to", "tracking.tensorboard", True)
         if name in ("wandb", "all"):
-            imported.set("tracking.wandb", "online", f"{arguments.file}: report_to")
-    used = [
-        f"tracking.{key}" for key in ("tensorboard", "wandb") if imported.get(f"tracking.{key}")
-    ]
-    arguments.became(
-        "report_to", ", ".join(used), "" if used else "metrics.jsonl is always written"
-    )
+            arguments.set("report_to", "tracking.wandb", "online")
+    used = [key for key in ("tracking.tensorboard", "tracking.wandb") if imported.get(key)]
+    why = "" if used else "metrics.jsonl is always written"
+    arguments.became("report_to", ", ".join(used), why)
     if imported.get("tracking.wandb") and arguments.has("project"):
         arguments.put("project", "tracking.project", arguments.take("project", str))
 
@@ -402,12 +372,10 @@ def _interval(arguments: ForeignConfig, what: str, target: str, usual: str) -> N
     every = arguments.take(steps, a_number, 500 if what != "eval" else None)
     if every is None:  # evaluation is as frequent as logging by default
         every = imported.get("run.log_every") or 500
-    if kind in ("epoch", "best"):
-        why = f"Perdure counts steps: set {target}"
-        arguments.settle((strategy, steps), "", why, differs=True)
-        return
+    why = f"Perdure counts steps: set {target}" if kind in ("epoch", "best") else ""
     if 0 < every < 1 and kind == "steps" and not imported.steps:
         why = f"a share of the run: {target} counts steps; or add run.steps=N"
+    if why:
         arguments.settle((strategy, steps), "", why, differs=True)
         return
     if 0 < every < 1:

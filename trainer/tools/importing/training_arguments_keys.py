@@ -1,8 +1,6 @@
-"""The keys of TrainingArguments without a counterpart in recipes, each with the reason.
-
-Some keys are also translated; they are listed for the values that
-`trainer.tools.importing.training_arguments` cannot use. Names are those of transformers 4.30 to
-5.24, and some that TRL adds.
+"""The keys of TrainingArguments without a counterpart in recipes, each with the reason. Some keys
+are also translated; they are listed for the values that training_arguments.py cannot use. Names are
+those of transformers 4.30 to 5.24, and some of TRL.
 """
 
 from collections.abc import Mapping
@@ -96,8 +94,7 @@ tracking knows TensorBoard and W&B; others are tracking.sinks
 
 
 def _spread(reasons_of_accelerate: Mapping[str, str]) -> dict[str, str]:
-    """Return the keys of `fsdp_config` and `parallelism_config`, which have the same reasons as in
-    accelerate."""
+    # these sections have the same keys as in accelerate
     sections = ("fsdp_config.", "parallelism_config.")
     return {key: why for key, why in reasons_of_accelerate.items() if key.startswith(sections)}
 
@@ -109,4 +106,3 @@ TABLE = KeyTable(
     aliases={"evaluation_strategy": "eval_strategy"},
     complete=spelled_out,
 )
-"""Rules for the untranslated keys of TrainingArguments."""
