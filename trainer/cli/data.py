@@ -6,12 +6,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from checkpointing.format.untrusted import printable
-from checkpointing.storage.place import Place
 from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT
 from elastic.process import usable_cores
 from trainer.cli.parser import (
@@ -66,33 +64,24 @@ def add_data_command(commands: Commands) -> None:
     )
     prepare.add_argument("--out", type=_out, help="directory of the data set")
     add_fields(prepare, PrepareOptions)
-    prepare.add_argument(
-        "--workers", type=int, default=usable_cores(), help="default: one per core"
-    )
+    what = "default: one per core"
+    prepare.add_argument("--workers", type=int, default=usable_cores(), help=what)
     prepare.set_defaults(run=_data_prepare)
-    copy = add_command(
-        commands, "copy", "copy a data set into an object store, or out of one", DATA_EXAMPLES
-    )
+    what = "copy a data set into an object store, or out of one"
+    copy = add_command(commands, "copy", what, DATA_EXAMPLES)
     copy.add_argument("source", type=place, help="directory or URL of a data set")
     copy.add_argument("target", type=place, help="directory or URL of the copy")
     copy.set_defaults(run=_data_copy)
     inspect = add_command(commands, "inspect", "show the contents of a data set", DATA_EXAMPLES)
     inspect.add_argument("path", type=place, help="directory or URL of the data set")
     inspect.add_argument("--verify", action="store_true", help="check every byte")
-    inspect.add_argument(
-        "--sample",
-        type=whole_number,
-        default=0,
-        metavar="N",
-        help="show the tokens of N documents, spread over the data set, with number and text; "
-        "trained tokens are coloured, or, without a terminal, marked with *",
+    what = (
+        "show the tokens of N documents, spread over the data set, with number and text; trained "
+        "tokens are coloured, or, without a terminal, marked with *"
     )
-    inspect.add_argument(
-        "--html",
-        type=local_path,
-        metavar="FILE",
-        help="write the documents of --sample (default: 3) as an HTML page",
-    )
+    inspect.add_argument("--sample", type=whole_number, default=0, metavar="N", help=what)
+    what = "write the documents of --sample (default: 3) as an HTML page"
+    inspect.add_argument("--html", type=local_path, metavar="FILE", help=what)
     inspect.set_defaults(run=_data_inspect)
     _add_change(commands)
 
@@ -100,42 +89,17 @@ def add_data_command(commands: Commands) -> None:
 def _add_change(commands: Commands) -> None:
     what = "change the data mixture of a running run, from a step on"
     change = add_command(commands, "change", what, CHANGE_EXAMPLES)
-    change.add_argument(
-        "run_directory",
-        type=run_place,
-        metavar="RUN",
-        help="run directory, or on the machine of rank 0 a folder of a bucket",
-    )
-    change.add_argument(
-        "--at-step",
-        type=at_least(1),
-        required=True,
-        metavar="N",
-        help="last step with the present mixture",
-    )
-    change.add_argument(
-        "--weights",
-        type=_weight,
-        nargs="+",
-        metavar="NAME=W",
-        help="weights of the sources; sources left out pause (default: unchanged)",
-    )
-    change.add_argument(
-        "--add",
-        type=_named,
-        action="append",
-        default=[],
-        metavar="[NAME=]PATH",
-        help="data set to add as a source; list it in --weights, too",
-    )
-    change.add_argument(
-        "--append",
-        type=_appended,
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help="data set whose sequences are added to a source",
-    )
+    add = change.add_argument
+    what = "run directory, or on the machine of rank 0 a folder of a bucket"
+    add("run_directory", type=run_place, metavar="RUN", help=what)
+    what = "last step with the present mixture"
+    add("--at-step", type=at_least(1), required=True, metavar="N", help=what)
+    what = "weights of the sources; sources left out pause (default: unchanged)"
+    add("--weights", type=_weight, nargs="+", metavar="NAME=W", help=what)
+    what = "data set to add as a source; list it in --weights, too"
+    add("--add", type=_named, action="append", default=[], metavar="[NAME=]PATH", help=what)
+    what = "data set whose sequences are added to a source"
+    add("--append", type=_appended, action="append", default=[], metavar="NAME=PATH", help=what)
     change.set_defaults(run=_data_change, refuse=change.error)
 
 
@@ -144,24 +108,22 @@ def _data_change(arguments: argparse.Namespace) -> int:
 
     if not (arguments.weights or arguments.append):
         arguments.refuse("nothing changes; give --weights or --append")
-    weights = dict(arguments.weights) if arguments.weights else None
-    run, chosen = arguments.run_directory, (weights, arguments.add, arguments.append)
+    weights = dict(arguments.weights or ())
+    run = arguments.run_directory
     if not isinstance(run, Path):
         url, run = run, local_copy(str(run))
         if not run.exists():
             raise RecipeError(f"{url}: run this on the machine of rank 0, which is not this one")
-    print(change_data(run, arguments.at_step, *chosen))
+    print(change_data(run, arguments.at_step, weights, arguments.add, arguments.append))
     return 0
 
 
 def _named(text: str) -> tuple[str, str]:
-    """Parse a value of --add to (name or "", path)."""
     name, equals, path = text.partition("=")
     return (name, path) if equals else ("", text)
 
 
 def _appended(text: str) -> tuple[str, str]:
-    """Parse a value of --append to (name, path)."""
     name, path = _named(text)
     if not (name and path):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
@@ -169,7 +131,6 @@ def _appended(text: str) -> tuple[str, str]:
 
 
 def _weight(text: str) -> tuple[str, float]:
-    """Parse a value of --weights to (name, weight)."""
     name, _, number = text.rpartition("=")
     try:
         weight = float(number)
@@ -208,7 +169,6 @@ def _data_prepare(arguments: argparse.Namespace) -> int:
 
 
 def _out(text: str) -> Path:
-    """Parse the value of --out, a local directory."""
     if like_url(text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is a URL; prepare into a directory, such as data/mine, and then type: "
@@ -248,18 +208,16 @@ def _data_inspect(arguments: argparse.Namespace) -> int:
         documents = sample(arguments.path, arguments.sample or 3)
         if arguments.sample:
             columns = terminal_columns(sys.stdout)
-            print(
-                as_text(documents, columns, colour=bool(columns) and "NO_COLOR" not in os.environ)
-            )
+            colour = bool(columns) and "NO_COLOR" not in os.environ
+            print(as_text(documents, columns, colour=colour))
         if arguments.html:
             write_output(arguments.html, as_page(arguments.path, documents))
             print(f"{printable(str(arguments.html))}: {len(documents)} documents")
-    return _report_problems(verify(arguments.path), arguments.path) if arguments.verify else 0
-
-
-def _report_problems(problems: Sequence[str], path: Place) -> int:
+    if not arguments.verify:
+        return 0
+    problems = verify(arguments.path)
     for problem in problems:
         print(f"error: {printable(problem)}", file=sys.stderr)
     if not problems:
-        print(f"{path}: every byte is correct")
+        print(f"{arguments.path}: every byte is correct")
     return EXIT_WRONG_INPUT if problems else 0

@@ -25,44 +25,26 @@ def add_replay_command(commands: Commands) -> None:
     command.add_argument("of_run", type=run_place, metavar="RUN", help="run: directory or s3://…")
     which = command.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=at_least(1), metavar="N", help="recompute step N")
-    which.add_argument(
-        "--audit",
-        type=at_least(1),
-        metavar="K",
-        help="draw K steps at random, and recompute from each to the next save",
+    what = "draw K steps at random, and recompute from each to the next save"
+    which.add_argument("--audit", type=at_least(1), metavar="K", help=what)
+    add = command.add_argument
+    what = "with --step: explain the step: its documents by loss, gradient and share, and more"
+    add("--why", action="store_true", help=what)
+    what = "with --audit: seed of the draw (default: random)"
+    add("--seed", type=whole_number, metavar="N", help=what)
+    what = (
+        "ranks on this machine (default: in exact mode as few as hold the model, but for an audit "
+        "another number than the run had; otherwise as many as the run had)"
     )
-    command.add_argument(
-        "--why",
-        action="store_true",
-        help="with --step: explain the step: its documents by loss, gradient and share, and more",
-    )
-    command.add_argument(
-        "--seed",
-        type=whole_number,
-        metavar="N",
-        help="with --audit: seed of the draw (default: random)",
-    )
-    command.add_argument(
-        "--nproc",
-        type=at_least(1),
-        metavar="K",
-        help="ranks on this machine (default: in exact mode as few as hold the model, but for an "
-        "audit another number than the run had; otherwise as many as the run had)",
-    )
-    command.add_argument(
-        "--data",
-        type=local_path,
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="where a data set is now; give it once per data set, in the recipe's order",
-    )
+    add("--nproc", type=at_least(1), metavar="K", help=what)
+    what = "where a data set is now; give it once per data set, in the recipe's order"
+    add("--data", type=local_path, action="append", default=[], metavar="DIR", help=what)
     command.set_defaults(run=_replay, refuse=command.error)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
     from trainer.tools.mirror import local_runs
-    from trainer.tools.replay.replay import ReplayOptions, audit, replay
+    from trainer.tools.replay.replay import audit, replay
     from trainer.tools.torchrun import stop_on_sigterm
 
     if arguments.why and not arguments.step:
@@ -70,8 +52,8 @@ def _replay(arguments: argparse.Namespace) -> int:
     if arguments.seed is not None and not arguments.audit:
         arguments.refuse("--seed: works only with --audit")
     stop_on_sigterm()
-    options = ReplayOptions(arguments.nproc, arguments.data)
+    where = arguments.nproc, [str(path.absolute()) for path in arguments.data]
     with local_runs([arguments.of_run]) as (run,):
         if arguments.step:
-            return replay(run.directory, arguments.step, options, why=arguments.why)
-        return audit(run.directory, arguments.audit, arguments.seed, options)
+            return replay(run.directory, arguments.step, *where, why=arguments.why)
+        return audit(run.directory, arguments.audit, arguments.seed, *where)

@@ -19,22 +19,22 @@ from trainer.recipe.data_change import (
 from trainer.recipe.sections import Source
 
 PATIENCE_SECONDS, PATIENCE_STEPS = 30.0, 3
-"""Time that a run has to answer: a number of seconds, plus the duration of some of its steps."""
+"""A run has to answer within PATIENCE_SECONDS plus the time of PATIENCE_STEPS steps."""
 
 
 def change_data(
     run: Path,
     step: int,
-    weights: Mapping[str, float] | None,
+    weights: Mapping[str, float],
     added: Sequence[tuple[str, str]],
     appended: Sequence[tuple[str, str]],
 ) -> str:
-    """Request a new stage of a run after a step, and return the answer.
+    """Request a new stage of the data of a run, and return the run's answer.
 
     Args:
         run: run directory.
         step: last step before the new stage.
-        weights: source → weight; None: unchanged.
+        weights: source → weight; empty: unchanged.
         added: (name, path) of new sources; for an empty name, the last part of the path.
         appended: (name of a source, path of a data set to append to it).
 
@@ -54,7 +54,7 @@ def change_data(
     change = DataChange(
         name=secrets.token_hex(8),
         begin=history.sequences + (step - history.step) * start.global_batch,
-        weights=dict(weights) if weights else None,
+        weights=dict(weights or {}) or None,
         append=append,
         sources=tuple(sources),
     )
@@ -63,8 +63,8 @@ def change_data(
     if request.exists():
         raise RecipeError(f"{request}: another change waits for its answer; try again later")
     write_whole(request, json.dumps(plain([change])[0]))
-    last = [step_line.seconds for step_line in history.attempts[-1].steps[-1:]]
-    deadline = time.monotonic() + PATIENCE_SECONDS + PATIENCE_STEPS * sum(last)
+    last = sum(step_line.seconds for step_line in history.attempts[-1].steps[-1:])
+    deadline = time.monotonic() + PATIENCE_SECONDS + PATIENCE_STEPS * last
     try:
         while request.exists():
             if time.monotonic() > deadline:
@@ -73,7 +73,7 @@ def change_data(
                     f"{run}: no answer; if the run does not train now, add the stage to its recipe"
                 )
             time.sleep(0.1)
-    except FileNotFoundError:  # the answer came just now
+    except FileNotFoundError:  # the run answered just before `unlink`
         pass
     except KeyboardInterrupt:  # otherwise a later start of the run would carry out the request
         request.unlink(missing_ok=True)
@@ -84,7 +84,7 @@ def change_data(
 def _check(run: Path, change: DataChange, directory: str) -> None:
     """Open the changed data as the run will, so that a wrong change fails now, not in the run."""
     from trainer.tasks.task import open_streams
-    from trainer.tools.report.consumption import where_it_lies
+    from trainer.tools.run_inputs import where_it_lies
 
     recipe = load_recipe(run / "recipe.yaml", kept=True)
     refuse_taken_names(recipe, change, directory)

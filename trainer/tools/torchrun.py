@@ -19,31 +19,25 @@ def run_ranks(
     worker: Sequence[str],
     ranks: int,
     *,
-    output: IO[bytes] | None,
+    output: IO[bytes] | None = None,
     errors: IO[bytes] | int = subprocess.STDOUT,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Run a worker under torchrun to its end; no process remains, even after an exception.
+    """Run a worker under torchrun to its end, and return torchrun's exit code. No process remains,
+    even after an exception.
 
     Args:
         worker: arguments of Python, such as `-m trainer`.
-        ranks: processes to start.
-        output: file for their stdout; None: this process's stdout.
-        errors: file for their stderr; by default the same as for `output`.
+        ranks: number of processes.
+        output: file for the stdout of the ranks; None: this process's stdout.
+        errors: file for their stderr; by default that of their stdout.
         environment: added to this process's environment.
-
-    Returns:
-        Exit code of torchrun.
     """
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))}
     process = subprocess.Popen(
         [sys.executable, "-m", "elastic.process", *torchrun, *worker],
-        env={
-            "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            **os.environ,
-            **environment,
-        },
+        env={**threads, "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=errors,

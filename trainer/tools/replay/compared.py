@@ -12,12 +12,9 @@ Proof = Literal["bits", "rounding", "none"]
 differ."""
 
 NORM = 10
-"""Factor by which a gradient norm may differ more than the loss: it sums squares, and depends on
-the weights."""
-
-
+"""Factor by which a gradient norm, which sums squares, may differ more than the loss."""
 SUM_ORDER = 1e-9
-"""Largest relative difference of validation means in exact mode, in which ranks add up their parts
+"""Largest relative difference of validation means in exact mode. Another number of ranks sums them
 in another order."""
 
 
@@ -28,8 +25,7 @@ class StepNumbers:
     loss: float
     norm: float
     skipped: str
-    """The verdict that skipped the step, see [Note: verdicts] of ledger.py; "" if it changed the
-    weights."""
+    """Verdict that skipped the step, see [Note: verdicts] in ledger.py; "" for no skipped step."""
     consumed: str | None
     """Digest of the sequences that the ranks consumed; None: the data supports none."""
 
@@ -37,35 +33,26 @@ class StepNumbers:
 def differences(
     recomputed: StepNumbers, line: StepLine, proof: Proof, tolerance: float
 ) -> Iterator[str]:
-    """Yield a clause for each number in which a step differs from its ledger line.
-
-    Args:
-        recomputed: the numbers of the step.
-        line: the ledger line.
-        proof: how far step and line must agree.
-        tolerance: largest relative difference of losses that rounding explains.
-    """
+    """Yield a clause for each number in which a step differs from its ledger line. `tolerance`:
+    largest relative difference of losses that rounding explains."""
     if line.consumed and recomputed.consumed and line.consumed != recomputed.consumed:
         yield f"it consumed {recomputed.consumed}, and the ledger says {line.consumed}"
     if proof == "none":
         return
     exact = proof == "bits"
-    if (
-        (recomputed.skipped != line.skipped)
-        if exact
-        else (bool(recomputed.skipped) != bool(line.skipped))
-    ):
-        yield f"it is {_verdict(recomputed.skipped)}, and the ledger says {_verdict(line.skipped)}"
-    for name, ours, theirs, most in (
+    ours, theirs = recomputed.skipped, line.skipped
+    if ours != theirs and (exact or not (ours and theirs)):
+        yield f"it is {_verdict(ours)}, and the ledger says {_verdict(theirs)}"
+    for name, number, recorded, most in (
         ("loss", recomputed.loss, line.loss, tolerance),
         ("norm", recomputed.norm, line.norm, NORM * tolerance),
     ):
-        if theirs is not None and relative(ours, theirs) > (0 if exact else most):
-            yield f"its {name} is {ours!r}, and the ledger says {theirs!r}"
+        if recorded is not None and relative(number, recorded) > (0 if exact else most):
+            yield f"its {name} is {number!r}, and the ledger says {recorded!r}"
 
 
 def unrecorded(recomputed: StepNumbers, line: StepLine) -> list[str]:
-    """Return the names of the numbers that a ledger line lacks, and that thus are not compared."""
+    """Return the names of the recomputed numbers that a ledger line lacks."""
     return [
         name
         for name in ("loss", "norm", "consumed")
@@ -79,13 +66,9 @@ def other_means(
     proof: Proof,
     tolerance: float,
 ) -> Iterator[str]:
-    """Yield a clause for each mean over the validation set that differs from the ledger. If the
-    proof is "rounding", only the loss is compared, because measures of a ranking change in jumps.
-
-    Args:
-        recorded: name → mean; None: it was not finite.
-        tolerance: as in `differences`.
-    """
+    """Yield a clause for each mean over the validation set that differs from the ledger, where None
+    stands for a mean that was not finite. If the proof is "rounding", only the loss is compared,
+    because measures of a ranking change in jumps."""
     for name, ours in recomputed.items() if proof != "none" else ():
         theirs = recorded.get(name)
         theirs = math.nan if theirs is None else theirs
@@ -96,7 +79,7 @@ def other_means(
 
 
 def relative(ours: float, theirs: float) -> float:
-    """Return the difference of two numbers relative to the second. Two non-finite numbers count as
+    """Return the difference of two numbers relative to the second. Non-finite numbers count as
     equal, because the ledger does not distinguish NaN and infinities."""
     if not (math.isfinite(ours) and math.isfinite(theirs)):
         return 0.0 if math.isfinite(ours) == math.isfinite(theirs) else math.inf

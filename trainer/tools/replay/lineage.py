@@ -1,10 +1,9 @@
-"""The lineage of a run's newest attempt: the attempts and steps that led to the newest weights (see
-elastic/record/history.py). Tells which attempt computed each step, what the ledger recorded, and
-from which stored state the step can be recomputed. Imports no torch."""
+"""The lineage of a run's newest attempt: the attempts and steps that led to the newest weights, see
+[Note: lineage] in elastic/record/history.py. Imports no torch."""
 
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from checkpointing.errors import CheckpointError
@@ -20,7 +19,6 @@ class StepSpan(NamedTuple):
     begin: int
     """Step of the loaded state; 0: the initial weights of the run."""
     end: int
-    """The last recomputed step."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +30,10 @@ class Lineage:
 
     @property
     def last(self) -> int:
-        """The newest step of the lineage."""
         return self.attempts[-1][1]
 
     def attempt_of(self, step: int) -> Attempt:
-        """Return the attempt that computed a step.
-
-        Raises:
-            LedgerError: no attempt of the lineage computed this step.
-        """
+        """Return the attempt that computed a step. Raises LedgerError if none did."""
         for attempt, newest in self.attempts:
             if attempt.start.step < step <= newest:
                 return attempt
@@ -49,7 +42,7 @@ class Lineage:
         )
 
     def recorded(self, step: int) -> StepLine | None:
-        """Return the ledger line of a step; None if it is missing."""
+        """Ledger line of a step; None if it is missing."""
         return next((one for one in self.attempt_of(step).steps if one.step == step), None)
 
     def stretch(self, step: int, end: int) -> tuple[Attempt, int]:
@@ -88,8 +81,8 @@ class Lineage:
         }
 
     def names_of(self, step: int) -> set[str]:
-        """Return the attempts that may have saved the state of a step: the one that computed it,
-        and those that resumed from it."""
+        """Names of the attempts that may have saved the state of a step: the attempt that computed
+        it, and those that resumed from it."""
         return {
             attempt.start.attempt
             for attempt, newest in self.attempts
@@ -98,11 +91,7 @@ class Lineage:
 
 
 def newest_lineage(history: History) -> Lineage:
-    """Return the lineage of the newest attempt of a run.
-
-    Raises:
-        LedgerError: no step is done.
-    """
+    """Return the lineage of the newest attempt of a run. Raises LedgerError if no step is done."""
     attempts = [
         (attempt, history.kept[attempt.number])
         for attempt in history.attempts
@@ -118,16 +107,15 @@ class ReplayStates:
     """The checkpoints of a run: those from which a replay can begin, and those it cannot use."""
 
     steps: Sequence[int]
-    """Steps of the lineage with a checkpoint, judged by the checkpoints' small files."""
-    damaged: Sequence[str] = field(default_factory=list)
+    """Steps of the lineage with a checkpoint; its tensors may still be damaged."""
+    damaged: Sequence[str]
     """Why checkpoints cannot be read, a line each."""
-    aside: Mapping[int, str] = field(default_factory=dict)
-    """Checkpoints of attempts outside the lineage: step → name of the attempt."""
+    aside: Mapping[int, str]
+    """Step → attempt outside the lineage, whose checkpoint may have other rounding."""
 
 
 def stored_states(directory: Place, lineage: Lineage) -> ReplayStates:
-    """Find the checkpoints of a run without reading tensors. Checkpoints of attempts
-    outside `lineage` are set aside, as their rounding may differ."""
+    """Find the checkpoints of a run, without reading tensors."""
     steps, damaged, aside = [], [], dict[int, str]()
     for path in list_steps(directory):
         step = parse_step(path.name)
@@ -146,12 +134,8 @@ def stored_states(directory: Place, lineage: Lineage) -> ReplayStates:
 
 def beginning(lineage: Lineage, stored: Collection[int], step: int) -> int:
     """Return the step of the newest state from which `step` can be recomputed; 0: the initial
-    weights. A roll-back in between returns to a state that must have a checkpoint, or that the
-    replay itself computes.
-
-    Args:
-        stored: steps that have a checkpoint.
-    """
+    weights. `stored`: steps that have a checkpoint. A roll-back in between returns to a state that
+    must have a checkpoint, or that the replay itself computes."""
     for begin in sorted((one for one in stored if one < step), reverse=True):
         backs = [to for after, to in lineage.rollbacks.items() if begin < after < step]
         if all(to >= begin or to in stored for to in backs):
@@ -159,23 +143,18 @@ def beginning(lineage: Lineage, stored: Collection[int], step: int) -> int:
     return 0
 
 
-def span_into(lineage: Lineage, stored: Collection[int], step: int) -> StepSpan:
+def _span_into(lineage: Lineage, stored: Collection[int], step: int) -> StepSpan:
     """Return the span to recompute in order to check `step`. It ends at the next step that has
-    digests in the ledger or a checkpoint, else at the last step of the lineage. Wrong moments of
-    the optimizer do not change the loss of the first step computed from them, but they change that
-    end state.
-
-    Args:
-        stored: steps that have a checkpoint.
-    """
+    digests in the ledger or a checkpoint (`stored`), else at the last step of the lineage. The
+    state at its end shows wrong moments of the optimizer, which the loss of `step` may not."""
     end = min((one for one in {*lineage.digests, *stored} if one >= step), default=lineage.last)
     return StepSpan(beginning(lineage, stored, step), end)
 
 
 def drawn(lineage: Lineage, stored: Collection[int], steps: Collection[int]) -> list[StepSpan]:
-    """Return disjoint spans that check `steps`, see `span_into`."""
+    """Return disjoint spans that check `steps`, see `_span_into`."""
     ends: dict[int, int] = {}
-    for begin, end in (span_into(lineage, stored, step) for step in steps):
+    for begin, end in (_span_into(lineage, stored, step) for step in steps):
         ends[begin] = max(end, ends.get(begin, 0))
     return [StepSpan(*one) for one in sorted(ends.items())]
 

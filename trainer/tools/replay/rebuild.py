@@ -14,113 +14,73 @@ from checkpointing import TensorCheckpointer
 from checkpointing.format.tensors import tensors_not_finite
 from checkpointing.storage.place import Place, location
 from elastic import Pulse, World
-from elastic.node.files import read_text
 from elastic.node.recall import RecallSocket
 from elastic.record.history import Attempt
 from elastic.world import limit_waits
 from trainer.data.loader import identity_of
-from trainer.data.shards import is_prepared
 from trainer.optim.schedule import build_schedule
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallel_model import StateTargets
-from trainer.recipe import Recipe, RecipeError, counted, load_recipe
+from trainer.recipe import Recipe, RecipeError, counted
 from trainer.recipe.strategies import exact
 from trainer.run.build import attention_kernel, model_and_optimizer
 from trainer.run.compiled import keep_caches_closed
 from trainer.run.identity import computed_by, identify
 from trainer.run.metrics import Log
 from trainer.run.micro_batch import noted
-from trainer.run.provenance import digest_of, other_data, recipe_file
+from trainer.run.provenance import other_data
 from trainer.run.reference import Reference
 from trainer.run.saves import contents, load_beginning, restore
 from trainer.run.state import Run
 from trainer.tasks.task import build_task
-
-
-class AwayError(RecipeError):
-    """An input that the recomputation needs is missing, so the step is neither confirmed nor
-    refuted."""
+from trainer.tools.run_inputs import AwayError, kept_recipe, where_it_lies
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The inputs from which a run is rebuilt."""
+    """The inputs from which a run is rebuilt. `data`: current locations of the data sets, in the
+    order of the recipe; empty: those of the recipe. `scratch`: scratch folder of this replay."""
 
     run: Path
-    """Run directory."""
     data: Sequence[str]
-    """Current locations of the data sets, in the order of the recipe; empty: those of the
-    recipe."""
     scratch: Path
-    """Scratch folder of this replay."""
 
     def recipe_of(self, attempt: Attempt) -> Recipe:
-        """Return the recipe of an attempt, with paths valid on this machine. An attempt whose
-        ledger line names no recipe predates the folder of recipes, and used recipe.yaml.
+        """Return the recipe of an attempt, with paths valid on this machine.
 
         Raises:
             AwayError: the recipe or its data is missing, or this version cannot read the recipe.
-            RecipeError: the recipe is not the one that the attempt began with.
+            RecipeError: the file is not the recipe of the attempt, or `data` does not fit it.
         """
-        start = attempt.start
-        path = recipe_file(self.run, start.recipe) if start.recipe else self.run / "recipe.yaml"
-        try:
-            text = read_text(path)
-        except OSError as error:
-            raise AwayError(f"{path}: {error.strerror}") from error
-        except ValueError:  # the file is not text
-            text = ""
-        if start.recipe and digest_of(text) != start.recipe:
-            raise RecipeError(f"{path} is not the recipe that attempt {attempt.number} began with")
-        try:
-            recipe = load_recipe(path, kept=True)
-        except RecipeError as error:
-            raise AwayError(f"{path} cannot be read by this version: {error}") from error
-        return self._adapted(recipe, attempt)
-
-    def states_of(self, recipe: Recipe) -> Place:
-        """Return the directory of the run's checkpoints."""
-        return location(recipe.checkpoint_directory).absolute()
-
-    def _adapted(self, recipe: Recipe, attempt: Attempt) -> Recipe:
-        """Adapt the recipe to this machine. A relative path begins at the run's working directory
-        if it exists there, else at this process's."""
-
-        def found(path: str) -> str:
-            if "://" in path:
-                return path
-            there = Path(attempt.start.directory) / path
-            return str(there if there.exists() else Path(path).absolute())
-
-        if self.data and len(self.data) != len(recipe.data.sources):
-            raise RecipeError(
-                f"--data: given {len(self.data)} time(s), but the recipe has "
-                f"{len(recipe.data.sources)} data set(s); give one for each, in their order"
-            )
-        paths = self.data or [found(source.path) for source in recipe.data.sources]
-        if away := [path for path in paths if not is_prepared(path)]:
+        recipe = kept_recipe(self.run, [attempt])
+        if self.data:
+            if len(self.data) != len(recipe.data.sources):
+                raise RecipeError(
+                    f"--data: given {len(self.data)} time(s), but the recipe has "
+                    f"{len(recipe.data.sources)} data set(s); give one for each, in their order"
+                )
+            paths = zip(recipe.data.sources, self.data, strict=True)
+            sources = tuple(replace(source, path=path) for source, path in paths)
+            recipe = replace(recipe, data=replace(recipe.data, sources=sources))
+        found, away = where_it_lies(recipe, attempt.start.directory)
+        if away:
             raise AwayError(
-                f"there is no data in {away[0]}, which has no index.json; say where it lies now "
-                "with --data"
+                f"there is no data in {away}, which has no index.json; say where it lies now with "
+                "--data"
             )
-        data, model, checkpoint = recipe.data, recipe.model, recipe.checkpoint
-        sources = tuple(
-            replace(source, path=path) for source, path in zip(data.sources, paths, strict=True)
-        )
-        data = replace(data, sources=sources)
-        if model.init_from:
-            model = replace(model, init_from=found(model.init_from))
+        checkpoint = recipe.checkpoint
         directory = recipe.checkpoint_directory if recipe.in_bucket else checkpoint.directory
-        if directory:
-            directory = found(directory)
+        if directory and "://" not in directory:
+            there = Path(attempt.start.directory) / directory
+            directory = str(there if there.exists() else Path(directory).absolute())
         made_by, device = attempt.start.computed_by, recipe.run.device
         if made_by:
             device = "cuda" if "gpu" in made_by and torch.cuda.is_available() else "cpu"
         return replace(
             recipe,
             run=replace(recipe.run, dir=str(self.run), device=device),
-            data=data,
-            model=model,
+            data=found.data,
+            model=found.model,
             # Whoever names a run to be replayed trusts the user who trained it.
             checkpoint=replace(
                 checkpoint,
@@ -130,12 +90,16 @@ class Sources:
             ),
         )
 
+    def states_of(self, recipe: Recipe) -> Place:
+        """Return the directory of the run's checkpoints."""
+        return location(recipe.checkpoint_directory).absolute()
+
 
 @contextmanager
 def rebuilt(
     sources: Sources, attempt: Attempt, recipe: Recipe, states: Place, step: int, world: World
 ) -> Iterator[tuple[Run, Mapping[str, str]]]:
-    """Rebuild a run as an attempt had it after a step. On all ranks.
+    """Rebuild a run as it was after a step. On all ranks.
 
     Args:
         attempt: the attempt that computed the next step.
@@ -199,13 +163,9 @@ def rebuilt(
 
 
 def _reader(recipe: Recipe, directory: Place) -> TensorCheckpointer:
-    """Open a checkpointer that only loads."""
+    adapter = bool(recipe.model.adapter)
     return TensorCheckpointer(
-        str(directory),
-        recipe.checkpoint,
-        dist.group.WORLD,
-        adapter=bool(recipe.model.adapter),
-        read_only=True,
+        str(directory), recipe.checkpoint, dist.group.WORLD, adapter=adapter, read_only=True
     )
 
 
@@ -223,11 +183,7 @@ def keep_state(run: Run, directory: Path) -> None:
 
 
 def go_back(run: Run, directory: Place, step: int) -> None:
-    """Load weights and moments of a step from `directory`, as `roll_back` does. Collective.
-
-    Raises:
-        CheckpointError: the directory has no such step.
-    """
+    """Load weights and moments of a step from `directory`, as `roll_back` does. Collective."""
     targets = StateTargets(run.model, run.optimizer)
     with _reader(run.recipe, directory) as checkpointer:
         checkpointer.load(

@@ -1,6 +1,6 @@
 """Recomputes steps of a run on one rank of a replay, and compares them with the ledger. Rank 0
-prints. `python -m trainer.tools.replay.recompute` runs a rank; its `Request` is in the environment,
-because a command line would show the secret."""
+prints. `python -m trainer.tools.replay.recompute` runs a rank. Its `Request` is in the environment,
+as other users can read the secret in a command line."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from elastic import World
 from elastic.exits import EXIT_DONE, EXIT_WRONG_INPUT
 from elastic.node.files import write_whole
 from elastic.process import die_with_parent, tolerate_lost_output
-from elastic.record.history import Attempt, read_history
+from elastic.record.history import Attempt, StepLine, read_history
 from elastic.world import drop_world, join_world, leave_world, read_environment
 from trainer.data.loader import load, requests
 from trainer.data.shards import DataError
@@ -43,9 +43,10 @@ from trainer.tools.replay.compared import (
     unrecorded,
 )
 from trainer.tools.replay.lineage import Lineage, StepSpan, beginning, newest_lineage
-from trainer.tools.replay.rebuild import AwayError, Sources, go_back, keep_state, rebuilt
+from trainer.tools.replay.rebuild import Sources, go_back, keep_state, rebuilt
 from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, Request
 from trainer.tools.replay.why import why
+from trainer.tools.run_inputs import AwayError
 
 SHOWN = 5
 """Largest number of problems of a span of steps that are printed."""
@@ -65,8 +66,7 @@ class SpanReplay:
     """How far the current state must agree with the run's."""
     kept: set[int] = field(default_factory=set)
     """Steps whose states are in `states`."""
-    compared: int = 0
-    """Number of compared steps."""
+    compared_count: int = 0
     problem_count: int = 0
     furthest: float = 0.0
     """Largest relative difference so far between a recomputed loss and that of the run."""
@@ -83,27 +83,26 @@ class SpanReplay:
             self.kept.add(run.progress.step)
 
     def problems(self, found: Iterable[str]) -> None:
-        """Record the first SHOWN problems, and count those after them."""
-        # A wrong state makes all later steps wrong, so the first problems suffice.
+        """Count problems, and record the first SHOWN. A wrong state makes all later steps wrong, so
+        these suffice."""
         for problem in found:
             self.problem_count += 1
             if self.problem_count <= SHOWN:
                 self.outcome.problem(problem)
 
     def say(self, text: str) -> None:
-        """Print on rank 0."""
         if self.world.is_main:
             print(text, flush=True)
 
 
 def recompute(request: Request, outcome: ReplayOutcome) -> None:
-    """Recompute the spans of a request, and record the result in `outcome`. Collective; joins the
-    ranks first.
+    """Join the ranks, recompute the spans of a request, and record the result in `outcome`.
+    Collective.
 
     Raises:
         RecipeError, DataError, CheckpointError, LedgerError: the requested step cannot be
-            recomputed. In an audit most errors are recorded in `outcome` instead; only an error
-            that one of several ranks may have alone is raised.
+            recomputed. An audit records these errors in `outcome`. It raises only a DataError that
+            one of several ranks may have alone.
     """
     torch.set_grad_enabled(True)
     run = Path(request.run)
@@ -164,7 +163,6 @@ def _walk(replay: SpanReplay) -> None:
 
 
 def _checkpoint_deleted(replay: SpanReplay) -> bool:
-    """Whether the checkpoint that a span begins from was deleted."""
     with suppress(*known_errors()):
         recipe = replay.sources.recipe_of(replay.lineage.attempt_of(replay.span.begin + 1))
         names = {path.name for path in list_steps(replay.sources.states_of(recipe))}
@@ -186,11 +184,8 @@ def _stretch(
 def _steps(
     replay: SpanReplay, run: Run, kind: Mapping[str, str], until: int, storage: Place
 ) -> None:
-    """Recompute and compare steps of one rebuilt run.
-
-    Args:
-        kind: code, torch and hardware of this replay.
-    """
+    """Recompute and compare the steps of one rebuilt run. `kind`: code, torch and hardware of this
+    replay."""
     lineage, backs = replay.lineage, replay.lineage.rollbacks
     # The states to which a roll-back of the span returns.
     targets = {to for after, to in backs.items() if to < after <= replay.span.end}
@@ -224,8 +219,7 @@ def _steps(
 
 @contextmanager
 def _inputs(run: Run) -> Iterator[Inputs]:
-    """Context with the `Inputs` of this rank, which begin at the run's cursor. The exit closes the
-    loader."""
+    """Yield the `Inputs` of this rank, from the run's cursor on; then close their loader."""
     batches = load(
         run.task.stream,
         requests(run.plan_at, run.mesh.dp_rank, run.progress.sequences),
@@ -240,7 +234,7 @@ def _inputs(run: Run) -> Iterator[Inputs]:
 
 
 def _provable(replay: SpanReplay, run: Run, attempt: Attempt, kind: Mapping[str, str]) -> Proof:
-    """Return how far a step of an attempt must agree with what this world computes."""
+    """Return how far a step of an attempt must agree with its recomputation here."""
     start, world = attempt.start, run.world
     unlike = [
         f"{key} was {then}, and is now {kind.get(key, 'none')}"
@@ -274,8 +268,7 @@ def _weaker(one: Proof, other: Proof) -> Proof:
 def _compare(
     replay: SpanReplay, run: Run, step: int, first: int, recomputed: StepNumbers
 ) -> list[str]:
-    """Compare a step, whose first sequence is `first`, with the ledger; return a clause per
-    difference."""
+    """Compare a step, whose first sequence is `first`, with the ledger. Return the differences."""
     line = replay.lineage.recorded(step)
     if line is None:  # lost with a killed process; any other gap is in `History.problems`
         return []
@@ -293,13 +286,13 @@ def _compare(
     if absent := unrecorded(recomputed, line):
         attempt = replay.lineage.attempt_of(step).number
         replay.outcome.miss(f"lines of attempt {attempt} have no {' and no '.join(absent)}")
-    replay.compared += 1
+    replay.compared_count += 1
     replay.problems(f"step {step}: {one}" for one in clauses)
     return clauses
 
 
 def _check_validation(replay: SpanReplay, run: Run, attempt: Attempt) -> None:
-    """Validate the weights after a step if its attempt validated them, and compare the means.
+    """If the attempt validated the weights after this step, do so, and compare the means.
     Collective."""
     recorded = attempt.validations.get(run.progress.step)
     if recorded is None or run.task.validation is None or replay.proof == "none":
@@ -313,8 +306,8 @@ def _check_validation(replay: SpanReplay, run: Run, attempt: Attempt) -> None:
 
 
 def _check_state(replay: SpanReplay, run: Run, storage: Place) -> None:
-    """Compare weights and moments after a step with the digests that its save wrote to the ledger;
-    if the ledger has none, with the checkpoint. Collective."""
+    """Compare weights and moments after a step with their digests in the ledger, else with the
+    checkpoint, if the step was saved. Collective."""
     step = run.progress.step
     recorded = replay.lineage.digests.get(step)
     if replay.proof != "bits" or not (recorded or step in replay.request.stored):
@@ -334,7 +327,7 @@ def _check_state(replay: SpanReplay, run: Run, storage: Place) -> None:
 
 
 def _check_stored(replay: SpanReplay, storage: Place) -> None:
-    """Compare the checkpoints at both ends of a span with the digests in the ledger. Collective;
+    """Compare the checkpoints at both ends of a span with their digests in the ledger. Collective;
     rank 0 reads."""
 
     def look() -> list[str]:
@@ -380,15 +373,15 @@ def _summary(replay: SpanReplay) -> str:
         "none": "not compared",
     }
     problems = f"; {replay.problem_count} problem(s), see below" if replay.problem_count else ""
-    return f"{_named(replay.span)}: {replay.compared} step(s), {how[replay.proof]}{problems}"
+    return f"{_named(replay.span)}: {replay.compared_count} step(s), {how[replay.proof]}{problems}"
 
 
 # --- one step --------------------------------------------------------------------------------
 
 
 def _explain_step(replay: SpanReplay, run: Run, inputs: Inputs, step: int) -> None:
-    """Compute a step again; print its loss, norm and digest, how they compare with the ledger, and
-    on request why the step went so (why.py)."""
+    """Compute a step again. Print its loss, norm and digest, their comparison with the ledger, and
+    on request an explanation (why.py)."""
     line = replay.lineage.recorded(step)
     batches, _ = inputs.take()
     result = gradients(run, batches, consumed(batches, run.micro_batches, run.mesh.witness))
@@ -409,26 +402,25 @@ def _explain_step(replay: SpanReplay, run: Run, inputs: Inputs, step: int) -> No
         ("gradient norm", f"{result.norm!r} ({result.norm.hex()})"),
         ("gradients' digest", digest),
         ("verdict", verdict),
+        ("compared", _sentence(replay, line is not None, clauses)),
     ):
         replay.say(f"  {name:<18} {value}")
-    replay.say(f"  {'compared':<18} {_sentence(replay, line is not None, clauses)}")
     if replay.request.why:
         for text in why(run, result, replay.lineage, replay.sources):
             replay.say(text)
 
 
-def _skipped(run: Run, result: Gradients, line: object) -> str:
+def _skipped(run: Run, result: Gradients, line: StepLine | None) -> str:
     """Return the verdict on a step in the ledger's words; "" if the step is kept. Collective."""
     if not math.isfinite(result.loss):
         return "loss"
     if not math.isfinite(result.norm):
         return "norm"
-    suspected = getattr(line, "skipped", "") == "weights"
+    suspected = line is not None and line.skipped == "weights"
     return "weights" if suspected and not_finite_anywhere(run) else ""
 
 
 def _sentence(replay: SpanReplay, recorded: bool, clauses: Sequence[str]) -> str:
-    """Describe the result of a comparison with the ledger."""
     if not recorded:
         return "not at all: the ledger has no line of this step"
     if clauses:
@@ -448,7 +440,7 @@ def _sentence(replay: SpanReplay, recorded: bool, clauses: Sequence[str]) -> str
 
 
 def replay_alone(request: Request) -> ReplayOutcome:
-    """Replay in this process as the only rank; errors as in `recompute`."""
+    """Do `recompute` in this process as the only rank."""
     outcome = ReplayOutcome()
     try:
         recompute(request, outcome)
@@ -458,7 +450,6 @@ def replay_alone(request: Request) -> ReplayOutcome:
 
 
 def main() -> NoReturn:
-    """Run one rank, and exit."""
     die_with_parent()
     tolerate_lost_output()  # the reader of the output may end, as in `perdure replay … | head`
     request, outcome, code = Request.from_json(os.environ[REQUEST]), ReplayOutcome(), EXIT_DONE

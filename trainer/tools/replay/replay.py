@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checkpointing.format.untrusted import printable
-from checkpointing.storage.place import Place, location
+from checkpointing.storage.place import Place
 from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
 from elastic.node.files import read_text
 from elastic.process import usable_cores
@@ -32,20 +32,15 @@ from trainer.tools.scratch import scratch_folder
 from trainer.tools.torchrun import run_ranks
 
 
-@dataclass(frozen=True)
-class ReplayOptions:
-    """Settings of a recomputation."""
+def replay(run: Path, step: int, ranks: int | None, data: Sequence[str], *, why: bool) -> int:
+    """Recompute a step of a run, compare it with the ledger, and return the exit code.
 
-    ranks: int | None = None
-    """Number of ranks; None: as many as suit recipe and machine."""
-    data: Sequence[Path] = ()
-    """Current locations of the data sets, in the order of the recipe; empty: those of the
-    recipe."""
-
-
-def replay(run: Path, step: int, options: ReplayOptions, *, why: bool) -> int:
-    """Recompute a step of a run, compare it with the ledger, and explain it if requested. Return
-    the exit code.
+    Args:
+        run: run directory.
+        step: number of the step.
+        ranks: number of ranks; None: as many as suit recipe and machine.
+        data: absolute paths of the data sets, in the order of the recipe; empty: the recipe's.
+        why: whether to explain the step, too (why.py).
 
     Raises:
         LedgerError, RecipeError, DataError, CheckpointError: the step cannot be recomputed.
@@ -53,22 +48,17 @@ def replay(run: Path, step: int, options: ReplayOptions, *, why: bool) -> int:
     lineage = newest_lineage(read_history(run))
     if not 0 < step <= lineage.last:
         raise LedgerError(f"--step {step}: the run has steps 1 to {lineage.last}")
-    plan = _planned(run, lineage, step, options)
-    states = stored_states(plan.storage, lineage)
+    plan = _planned(run, lineage, step, ranks, data)
+    states = stored_states(plan.states, lineage)
     for damage in states.damaged:
         print(f"note: {damage}")
     span = StepSpan(beginning(lineage, states.steps, step), step)
     return _print_outcome(plan.compute([span], states.steps, examined=step, why=why))
 
 
-def audit(run: Path, count: int, seed: int | None, options: ReplayOptions) -> int:
-    """Recompute randomly drawn steps of a run, each up to the next save, and report whether they
-    agree with the ledger. Return the exit code.
-
-    Args:
-        run: run directory.
-        count: number of steps to draw.
-        seed: seed of the draw; None: random.
+def audit(run: Path, count: int, seed: int | None, ranks: int | None, data: Sequence[str]) -> int:
+    """Recompute `count` randomly drawn steps of a run, each up to the next save, and report whether
+    they agree with the ledger. Other arguments and exit code: as for `replay`.
 
     Raises:
         LedgerError, RecipeError, CheckpointError: nothing can be recomputed.
@@ -83,31 +73,29 @@ def audit(run: Path, count: int, seed: int | None, options: ReplayOptions) -> in
     _take_threads(lineage.attempt_of(steps[-1]).start)
     if contradictions := _other_recipes(run, lineage):
         return _print_outcome(ReplayOutcome(contradictions))
-    plan = _planned(run, lineage, steps[-1], options, audit=True)
-    states = stored_states(plan.storage, lineage)
+    plan = _planned(run, lineage, steps[-1], ranks, data, audit=True)
+    states = stored_states(plan.states, lineage)
     outcome = plan.compute(drawn(lineage, states.steps, steps), states.steps)
     # read again, because the run may have started anew meanwhile
     known = {one.start.attempt for one in read_history(run).attempts}
-    outcome.problems[:0] = [
-        *states.damaged,
-        *(
-            f"the checkpoint of step {step} is of attempt {printable(name)}, which the ledger lacks"
-            for step, name in states.aside.items()
-            if name not in known
-        ),
+    foreign = [
+        f"the checkpoint of step {step} is of attempt {printable(name)}, which the ledger lacks"
+        for step, name in states.aside.items()
+        if name not in known
     ]
+    outcome.problems = [*states.damaged, *foreign, *outcome.problems]
     return _print_outcome(outcome, "the ledger holds: what was computed again is what it says")
 
 
 def _take_threads(start: StartLine) -> None:
-    """Let torch use as many threads as an attempt used. Called before torch is loaded."""
-    # The order of CPU reductions, and so rounding, depends on the number of threads.
+    # The order of CPU reductions, and so rounding, depends on the number of threads, which torch
+    # reads when it is loaded.
     if start.threads:
         os.environ["OMP_NUM_THREADS"] = str(start.threads)
 
 
 def _other_recipes(run: Path, lineage: Lineage) -> list[str]:
-    """Describe recipes in the run directory that differ from those that the run trained with."""
+    """Describe recipes in the run directory that are not those of the attempts."""
     from trainer.run.provenance import digest_of, recipe_file
 
     def differs(path: Path, digest: str) -> bool:
@@ -118,43 +106,44 @@ def _other_recipes(run: Path, lineage: Lineage) -> list[str]:
         except ValueError:  # the file is not text
             return True
 
-    contradictions = []
-    for attempt, _ in lineage.attempts:
-        path = recipe_file(run, attempt.start.recipe)
-        if differs(path, attempt.start.recipe):
-            contradictions.append(
-                f"{path} is not the recipe that attempt {attempt.number} began with"
-            )
-    newest, shown = lineage.attempts[-1][0].start.recipe, run / "recipe.yaml"
-    if differs(shown, newest):
-        contradictions.append(f"{shown} is not the recipe that the newest attempt began with")
-    return contradictions
+    digests = [
+        (f"attempt {attempt.number}", attempt.start.recipe) for attempt, _ in lineage.attempts
+    ]
+    files = [(recipe_file(run, digest), who, digest) for who, digest in digests]
+    files.append((run / "recipe.yaml", "the newest attempt", digests[-1][1]))
+    return [
+        f"{path} is not the recipe that {who} began with"
+        for path, who, digest in files
+        if differs(path, digest)
+    ]
 
 
 def _planned(
-    run: Path, lineage: Lineage, step: int, options: ReplayOptions, *, audit: bool = False
+    run: Path,
+    lineage: Lineage,
+    step: int,
+    ranks: int | None,
+    data: Sequence[str],
+    *,
+    audit: bool = False,
 ) -> "_Plan":
     """Prepare a recomputation before ranks start. The recipe of `step` determines the number of
-    ranks and their device.
-
-    Raises:
-        RecipeError: that recipe or its data is missing, or the ranks cannot divide its work.
-    """
+    ranks and their device. Raises RecipeError if that recipe or its data is missing, or the ranks
+    cannot divide its work."""
     attempt = lineage.attempt_of(step)
     _take_threads(attempt.start)
     from trainer.parallel.mesh import mesh_shape
     from trainer.tools.replay.rebuild import Sources
 
-    data = [str(path.absolute()) for path in options.data]
     sources = Sources(run.absolute(), data, Path())
     recipe = sources.recipe_of(attempt)
-    ranks = options.ranks or _ranks(recipe, attempt.start, audit)
+    ranks = ranks or _ranks(recipe, attempt.start, audit)
     try:
         mesh_shape(recipe, ranks, ranks)
         exact.batch_plan(recipe, ranks // together(recipe.strategy))
     except RecipeError as error:
         raise RecipeError(f"--nproc {ranks}: {error}") from error
-    return _Plan(lineage, attempt.start, recipe, str(sources.states_of(recipe)), run, data, ranks)
+    return _Plan(lineage, attempt.start, recipe, sources.states_of(recipe), run, data, ranks)
 
 
 @dataclass(frozen=True)
@@ -165,15 +154,11 @@ class _Plan:
     start: StartLine
     """Ledger line of the start of the attempt that had the recipe."""
     recipe: Recipe
-    states: str
+    states: Place
+    """The directory of the run's checkpoints."""
     run: Path
     data: Sequence[str]
     ranks: int
-
-    @property
-    def storage(self) -> Place:
-        """The directory of the run's checkpoints."""
-        return location(self.states)
 
     def compute(
         self,
@@ -183,11 +168,8 @@ class _Plan:
         examined: int = 0,
         why: bool = False,
     ) -> ReplayOutcome:
-        """Print the expected cost, and recompute.
-
-        Raises:
-            RecipeError, DataError, CheckpointError: recomputation is impossible.
-        """
+        """Print the expected cost, and recompute; for the arguments see `Request`. Raises
+        RecipeError, DataError or CheckpointError if recomputation is impossible."""
         print(self._cost(spans), flush=True)
         with scratch_folder() as scratch:
             request = Request(
@@ -215,9 +197,7 @@ class _Plan:
         log, answer = scratch / "errors.log", scratch / OUTCOME
         worker = ["-m", "trainer.tools.replay.recompute"]
         with log.open("wb") as errors:
-            code = run_ranks(
-                worker, self.ranks, output=None, errors=errors, environment=environment
-            )
+            code = run_ranks(worker, self.ranks, errors=errors, environment=environment)
         if answer.is_file():
             return ReplayOutcome(**json.loads(answer.read_text()))
         # Without an outcome, only the ranks' log tells why they broke off.
@@ -226,22 +206,19 @@ class _Plan:
 
     def _cost(self, spans: Sequence[StepSpan]) -> str:
         """Describe the steps, their starting states, and the time that the run took for them."""
-        steps = sum(end - begin for begin, end in spans)
-        lines = [
-            self.lineage.recorded(n) for begin, end in spans for n in range(begin + 1, end + 1)
-        ]
-        seconds = sum(line.seconds for line in lines if line)
+        steps = [step for begin, end in spans for step in range(begin + 1, end + 1)]
+        seconds = sum(line.seconds for line in map(self.lineage.recorded, steps) if line)
         begins = ", ".join(f"step {one.begin}" if one.begin else "the beginning" for one in spans)
         return (
-            f"{steps} step(s) to compute, after {begins}, on {self.ranks} rank(s); the run took "
-            f"{clock(seconds)} for them, on {self.start.world_size}"
+            f"{len(steps)} step(s) to compute, after {begins}, on {self.ranks} rank(s); the run "
+            f"took {clock(seconds)} for them, on {self.start.world_size}"
         )
 
 
 def _ranks(recipe: Recipe, start: StartLine, audit: bool) -> int:
-    """Choose the number of ranks. In exact mode: the fewest that hold the model, or in an audit a
-    number other than the run's. Otherwise: the run's own number, for equal rounding, if this
-    machine has room for it; else the fewest."""
+    """Choose the number of ranks. In exact mode it is the fewest that hold the model, or in an
+    audit another than the run's. Otherwise it is the run's own number, for equal rounding, if this
+    machine has room for it, else the fewest."""
     import torch
 
     from trainer.parallel.mesh import replica_ranks
@@ -256,7 +233,6 @@ def _ranks(recipe: Recipe, start: StartLine, audit: bool) -> int:
 
 
 def _print_outcome(outcome: ReplayOutcome, holds: str = "") -> int:
-    """Print an outcome, and return the exit code."""
     for problem in outcome.problems:
         print(f"problem: {problem}")
     for what in outcome.missing:

@@ -14,14 +14,11 @@ OUTCOME = "outcome.json"
 
 @dataclass(frozen=True)
 class Request:
-    """The work of the ranks of a replay."""
+    """The work of the ranks of a replay. Paths are absolute."""
 
     run: str
-    """Absolute run directory."""
     scratch: str
-    """Scratch folder of this replay."""
     device: str
-    """cpu or cuda."""
     timeout: float
     """Seconds that a rank waits for another."""
     spans: Sequence[StepSpan]
@@ -29,20 +26,17 @@ class Request:
     stored: Sequence[int] = ()
     """Steps of the run's lineage with a checkpoint."""
     data: Sequence[str] = ()
-    """Current locations of the data sets, in the order of the recipe; empty: those of the
-    recipe."""
+    """Locations of the data sets, in the order of the recipe; empty: those of the recipe."""
     examined: int = 0
-    """The last step of the only span, whose loss, norm and digest of gradients are printed, and
-    which does not update the weights. 0: an audit, which compares all steps of the spans, and the
-    weights at each save."""
+    """Step to examine: its loss, norm and digest of gradients are printed. It is the last step of
+    the only span. 0: an audit, which compares all steps of the spans, and the weights at saves."""
     why: bool = False
-    """Whether to name the documents that caused the loss of the step `examined`."""
+    """Whether to explain the step `examined`, see why.py."""
     secret: str = ""
     """Hexadecimal secret with which the ranks authenticate each other; "" for a single rank."""
 
     @classmethod
     def from_json(cls, text: str) -> "Request":
-        """Parse the output of `to_json`."""
         values = json.loads(text)
         return cls(**{**values, "spans": [StepSpan(*one) for one in values["spans"]]})
 
@@ -62,9 +56,7 @@ class ReplayOutcome:
     """Reasons why nothing was recomputed."""
 
     def problem(self, what: str) -> None:
-        """Add a contradiction, once."""
         self.problems += [what] if what not in self.problems else []
 
     def miss(self, what: str) -> None:
-        """Add an impossible comparison, once."""
         self.missing += [what] if what not in self.missing else []

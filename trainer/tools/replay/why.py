@@ -7,9 +7,9 @@ terms that a model adds to its loss. A document with a large loss may have a sma
 its gradient points elsewhere; hence several lists.
 
 [Note: loss a byte] A tokenizer cuts noise into tokens of one letter. A model soon learns which
-letters these are, so that one costs no more than a word does; yet a word has six letters. So there
-is also a list by the loss a byte of text. It shows noise well, and words in a wrong order badly:
-there the list by the loss a token is better. Samples of the user's own data have no such list.
+letters these are, so that such a token costs no more than that of a word of six letters. So a list
+by the loss a byte of text shows noise well. Words in a wrong order show better in the list by the
+loss a token. Samples of the user's own data have no text, and so no list by bytes.
 
 [Note: few labels] A step may hold only the last words of a document, whose mean loss is high by
 chance. So the lists of losses are ordered by the mean that the document would have with PRIOR more
@@ -55,12 +55,12 @@ from trainer.tools.replay.rebuild import Sources
 LISTED = 5
 """Length of each list of documents and of the list of parameters."""
 AROUND = 3
-"""Steps shown before and after the explained one."""
+"""Steps shown before and after the explained step."""
 PRIOR = {"token": 10, "label": 10, "pair": 0, "byte": 30}
-"""See [Note: few labels]. For tokens about the variance of the loss of a label inside a document,
-over that of the means of documents. A pair is never there in part."""
+"""See [Note: few labels]. For tokens it is about the variance of the losses in a document, divided
+by the variance of the means of documents. A step holds pairs only as a whole."""
 SHOWN_TOKENS, SHOWN_LETTERS = 60, 70
-"""Tokens of a document that are decoded, and letters of these that are shown."""
+"""Tokens of a document that are decoded, and letters of their text that are shown."""
 
 
 @dataclass
@@ -70,18 +70,18 @@ class DocumentShare:
 
     source: int
     number: int
-    """Index in its source; of a pair, that of the chosen answer."""
+    """Index in its source; of a pair, the index of the chosen answer."""
     ids: Sequence[int] = ()
     """The first tokens that the model was to predict."""
     sequences: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
-    """(position, inputs of the model) of each sequence that holds a part of it. Only its own labels
-    count in these inputs, and COUNTED is their number; 1 for a pair."""
+    """(position, inputs of the model) of each sequence with a part of the document. Other labels
+    are masked in these inputs. COUNTED is the number of labels; 1 for a pair."""
     bytes: int = 0
-    """Bytes of the text of its labels in UTF-8; 0: it has no text."""
+    """Bytes of the text of the document's labels in UTF-8; 0: no text."""
 
     @property
     def count(self) -> int:
-        """Number of labels, pairs or samples that its loss is the mean of."""
+        """Number of labels, pairs or samples."""
         return sum(batch[COUNTED] for _, batch in self.sequences)
 
 
@@ -91,28 +91,17 @@ class Weighed:
 
     part: DocumentShare
     loss_sum: float
-    """Sum over its labels; of a pair, its loss."""
+    """Sum over the labels of the part; of a pair, the loss."""
     norm: float
-    """Norm of its own gradient, weighted as in the step."""
+    """Norm of the part's own gradient, weighted as in the step."""
     share: float
     """Share of the step's gradient, see [Note: share]."""
 
-    @property
-    def loss(self) -> float:
-        """Mean loss of a label, pair or sample."""
-        return self.loss_sum / max(1, self.part.count)
-
 
 def why(run: Run, result: Gradients, lineage: Lineage, sources: Sources) -> Iterator[str]:
-    """Yield the lines that explain a step. Collective; replaces the gradients in the model.
-
-    Args:
-        run: its state before the step.
-        result: loss and gradients of the step.
-
-    Raises:
-        RecipeError: its data has no separable documents.
-    """
+    """Yield the lines that explain a step, given the run's state before it, and its loss and
+    gradients (`result`). Collective; replaces the gradients in the model. Raises RecipeError if the
+    data has no documents."""
     step = run.progress.step + 1
     # DDP's gradients lie in memory that the next backward pass writes to.
     whole = {name: gradient.clone() for name, gradient in _gradients(run).items()}
@@ -144,7 +133,7 @@ def why(run: Run, result: Gradients, lineage: Lineage, sources: Sources) -> Iter
         return (one.loss_sum + mean * PRIOR[unit]) / (size + PRIOR[unit])
 
     def added(one: Weighed) -> float:
-        """How much the mean loss of the step would fall without this part."""
+        """Return how much the mean loss of the step would fall without this part."""
         return (one.loss_sum - one.part.count * a_label) / max(1, count - one.part.count)
 
     lists: dict[str, Callable[[Weighed], float]] = {
@@ -158,20 +147,16 @@ def why(run: Run, result: Gradients, lineage: Lineage, sources: Sources) -> Iter
     if not any(part.bytes for part in parts):
         del lists["highest loss a byte"]
     for title, key in lists.items():
-        ordered = sorted(weighed, key=lambda one: _last_if_nan(key(one)), reverse=True)
+        # NaN comes first, and infinity second: such documents explain most
+        ranked = sorted(weighed, key=lambda one: (math.isnan(key(one)), key(one)), reverse=True)
         yield f"\n{title}:"
-        yield from names.table([(one, added(one)) for one in ordered[:LISTED]])
+        yield from names.table([(one, added(one)) for one in ranked[:LISTED]])
     yield "\nlargest gradients, by parameter:"
     square = result.norm**2 or 1.0
     rows = [[f"{norm:.4g}", f"{norm**2 / square:.1%}", name] for name, norm in largest]
     yield from table([["norm", "of |g|²", "parameter"], *rows], right={0, 1}, indent="  ")
     yield "\nthe steps around it:"
     yield from _neighbouring_steps(run, step, lineage, sources)
-
-
-def _last_if_nan(value: float) -> float:
-    """Sort key that puts NaN first and infinity second: such documents explain most."""
-    return math.inf if math.isnan(value) else value
 
 
 # --- documents -------------------------------------------------------------------------------
@@ -182,12 +167,8 @@ def parts_of(
     positions: Iterable[int],
     tokenizer: Callable[[int], Tokenizer],
 ) -> list[DocumentShare]:
-    """Return what sequences hold of each document, pair or sample.
-
-    Args:
-        positions: of the sequences in the stream.
-        tokenizer: source → its tokenizer.
-    """
+    """Return the documents, pairs or samples in the sequences at `positions` of a stream.
+    `tokenizer` returns the tokenizer of a source."""
     parts: dict[tuple[int, int], DocumentShare] = {}
     for position in positions:
         batch = stream.fetch([position])
@@ -212,15 +193,14 @@ def parts_of(
 
 
 def _paired(run: Run) -> bool:
-    """Return whether the data are pairs of answers."""
     return isinstance(run.task.stream, TokenStream) and run.task.stream.paired
 
 
 def by_document(
     documents: NDArray[np.int64], batch: Mapping[str, Any], *, paired: bool
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (index of each document of a sequence, the sequence with only its labels); of a pair,
-    the index of the chosen answer, and the labels of both.
+    """Yield (index of a document, the sequence with only its labels) for each document in a
+    sequence; for a pair, the index of the chosen answer, and the labels of both answers.
 
     Args:
         documents: (T,), index of each label's document; -1 where no label counts.
@@ -253,8 +233,8 @@ def _weigh(
     norm: float,
     count: int,
 ) -> Weighed:
-    """Compute loss and gradient of one part alone. Collective: every rank that shares the batch
-    computes it, and the first one's result counts."""
+    """Compute loss and gradient of one part alone. Collective: all replicas compute the same, and
+    that of the first counts."""
     model, recipe, device = run.model, run.recipe, run.world.device
     paired = _paired(run)
     total = torch.zeros(3, dtype=torch.float64, device=device)
@@ -270,7 +250,7 @@ def _weigh(
             # of a pair is a part of its loss.
             mean = result["loss"] if paired else result.get("cross_entropy", result["loss"])
             loss = mean * batch[COUNTED]
-            # All replicas enter the collectives; only the first one's gradient counts.
+            # All replicas enter the collectives; only the gradient of the first replica counts.
             weight = run.progress.loss_scale.value / count * (run.mesh.dp_rank == 0)
             forward.root = loss * weight
             if run.mesh.dp_rank == 0 and run.mesh.counts:
@@ -288,7 +268,7 @@ def _weigh(
 
 
 def _gradients(run: Run) -> dict[str, torch.Tensor]:
-    """Map FQN → gradient, of the gradients in the model that count on this rank."""
+    """FQN → gradient, of the gradients that count on this rank."""
     pipeline = run.model.pipeline
     elsewhere = pipeline.counted_elsewhere if pipeline else None
     return {
@@ -299,7 +279,6 @@ def _gradients(run: Run) -> dict[str, torch.Tensor]:
 
 
 def _shards(gradient: torch.Tensor) -> int:
-    """Return the number of shards of a tensor."""
     if not isinstance(gradient, DTensor):
         return 1
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
@@ -307,7 +286,7 @@ def _shards(gradient: torch.Tensor) -> int:
 
 
 def _largest(run: Run, whole: Mapping[str, torch.Tensor], scale: float) -> list[tuple[str, float]]:
-    """Return the parameters with the largest gradient norms, with these norms. Collective."""
+    """Return (name, gradient norm) of the parameters with the largest norms. Collective."""
     squares = {
         name: float(local_tensor(gradient).double().square().sum())
         * scale**2
@@ -322,37 +301,29 @@ def _largest(run: Run, whole: Mapping[str, torch.Tensor], scale: float) -> list[
 
 
 class _Names:
-    """Formats documents of a run for people."""
+    """Formats the documents of a run."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._paths = [source.path for source in ordered(run.recipe.data)]
         self._opened: dict[int, tuple[TokenDataset, Tokenizer]] = {}
         self.unit = "token" if isinstance(run.task.stream, TokenStream) else "label"
-        """What losses are means over."""
         if _paired(run):
             self.unit = "pair"
 
     def table(self, weighed: Iterable[tuple[Weighed, float]]) -> list[str]:
         """Format a table of parts, each with what it adds to the loss of the step."""
-        head = ["loss", "a byte", "adds", "norm", "share", f"{self.unit}s"]
-        rows = [
-            [
-                f"{one.loss:.3f}",
-                f"{one.loss_sum / one.part.bytes:.3f}" if one.part.bytes else "",
-                f"{added:+.4f}",
-                f"{one.norm:.4g}",
-                f"{one.share:.1%}",
-                f"{one.part.count:,}",
-                *self._named(one.part),
-            ]
-            for one, added in weighed
-        ]
-        head += ["document", "record", "text"]
-        return table([head, *rows], right={0, 1, 2, 3, 4, 5}, indent="  ")
+        rows = [["loss", "a byte", "adds", "norm", "share", f"{self.unit}s"]]
+        rows[0] += ["document", "record", "text"]
+        for one, added in weighed:
+            size, count = one.part.bytes, one.part.count
+            losses = [f"{one.loss_sum / max(1, count):.3f}"]
+            losses += [f"{one.loss_sum / size:.3f}" if size else "", f"{added:+.4f}"]
+            gradient = [f"{one.norm:.4g}", f"{one.share:.1%}"]
+            rows.append([*losses, *gradient, f"{count:,}", *self._named(one.part)])
+        return table(rows, right=range(6), indent="  ")
 
     def tokenizer(self, source: int) -> Tokenizer:
-        """Return the tokenizer of a data set."""
         return self._open(source)[1]
 
     def _open(self, source: int) -> tuple[TokenDataset, Tokenizer]:
@@ -363,7 +334,7 @@ class _Names:
         return self._opened[source]
 
     def _named(self, part: DocumentShare) -> tuple[str, str, str]:
-        """Format source, record, and the beginning of a part's text."""
+        """Format the document, record, and the beginning of the text of a part."""
         if not self._paths:
             return f"sample {part.number}", str(self._run.recipe.data.factory), ""
         path = self._paths[part.source]
@@ -380,14 +351,14 @@ class _Names:
 
 
 def _neighbouring_steps(run: Run, step: int, lineage: Lineage, sources: Sources) -> list[str]:
-    """Format a table of what ledger and recipes say of the neighbouring steps."""
-    steps = [one for one in range(step - AROUND, step + AROUND + 1) if 1 <= one <= lineage.last]
+    """Format a table of the neighbouring steps, from ledger and recipes."""
+    steps = range(max(1, step - AROUND), min(lineage.last, step + AROUND) + 1)
     rows = []
     for _, group in groupby(steps, key=lambda one: lineage.stretch(one, one)[0].start.recipe):
         # groupby's groups end when the next one begins.
         some = list(group)
         rate = None
-        with suppress(RecipeError):  # of another start, whose recipe may be gone
+        with suppress(RecipeError):  # the recipe of another start may be missing
             recipe = sources.recipe_of(lineage.attempt_of(some[0]))
             rate = build_schedule(counted(recipe, run.task.stream.sequences))
         for one in some:
@@ -396,10 +367,8 @@ def _neighbouring_steps(run: Run, step: int, lineage: Lineage, sources: Sources)
             norm = f"{record.norm:.4g}" if record and record.norm is not None else ""
             lr = f"{rate(one):.3e}" if rate else ""
             numbers = [f"{one}", loss, norm, lr, str(attempt.start.world_size)]
-            mark = "→" if one == step else ""
-            rows.append(
-                [mark, *numbers, _mixture(run, lineage, one), _special_events(lineage, one)]
-            )
+            remarks = [_mixture(run, lineage, one), _special_events(lineage, one)]
+            rows.append(["→" if one == step else "", *numbers, *remarks])
     head = ["", "step", "loss", "norm", "lr", "ranks", "sequences by source", ""]
     return table([head, *rows], right={1, 2, 3, 4, 5}, indent="  ")
 
@@ -418,7 +387,6 @@ def _mixture(run: Run, lineage: Lineage, step: int) -> str:
 
 
 def _special_events(lineage: Lineage, step: int) -> str:
-    """Describe special events at a step."""
     attempt, record = lineage.attempt_of(step), lineage.recorded(step)
     remarks = []
     if step == attempt.start.step + 1 and step > 1:

@@ -9,7 +9,7 @@ rank. Errors after the tokens reach the model are not covered.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +21,11 @@ from elastic.record.steps import StepLine
 from trainer.data.loader import TokenStream
 from trainer.data.order import Order, sample_digest
 from trainer.data.sample_stream import size_in
-from trainer.data.shards import is_prepared
-from trainer.recipe import Recipe, load_recipe
+from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.errors import known_errors
 from trainer.run.provenance import digest_of, other_data, recipe_file
 from trainer.tasks.task import open_streams
+from trainer.tools.run_inputs import AwayError, kept_recipe, numbers_of, where_it_lies
 
 MOST_SAMPLES, MOST_TOKENS = 5_000_000, 100_000_000
 """Largest number of samples located, and of tokens read, for one check. In a longer run only evenly
@@ -44,23 +44,17 @@ class ConsumptionFindings:
     """What the comparison has shown, a statement each."""
 
     def miss(self, what: str, attempts: Sequence[Attempt]) -> None:
-        """Record that some attempts were not compared, and why: their recipe or data cannot be
-        read."""
+        """Add attempts to `missing`."""
         self.missing.setdefault(what, []).extend(attempts)
 
     @property
     def left_out(self) -> list[str]:
         """A line for each reason in `missing`, with its attempts."""
-        return [f"{what} ({_numbers_of(attempts)})" for what, attempts in self.missing.items()]
+        return [f"{what} ({numbers_of(attempts)})" for what, attempts in self.missing.items()]
 
 
 def check_consumption(run: Path, history: History) -> ConsumptionFindings:
-    """Compare the surviving steps of a run with their recipes and data.
-
-    Args:
-        run: run directory, with the recipes.
-        history: the run's ledger.
-    """
+    """Compare the surviving steps of a run with their recipes and data."""
     findings = ConsumptionFindings()
     newest = history.attempts[-1].start.recipe
     shown = run / "recipe.yaml"
@@ -74,15 +68,18 @@ def check_consumption(run: Path, history: History) -> ConsumptionFindings:
         if any(history.survives(attempt, step) for step in attempt.steps):
             by_recipe.setdefault(attempt.start.recipe, []).append(attempt)
     counts = _ComparedSteps()
-    for digest, attempts in by_recipe.items():
-        recipe = _recipe(run, digest, attempts, findings)
-        if recipe:
+    for attempts in by_recipe.values():
+        if recipe := _recipe(run, attempts, findings):
             _compare(recipe, attempts, history, findings, counts)
     if counts.located and not findings.problems:
-        of = "the data says" if counts.read else "the order says"
-        line = f"the ranks consumed what {of}: samples of {_share(counts.located, counts)}"
-        line += f", tokens of {_share(counts.read, counts)}" if counts.read else ""
-        findings.proved.append(line if counts.read else f"{line}; their contents are not compared")
+        samples, tokens = (
+            f"all {some} steps" if some == counts.steps else f"{some} of {counts.steps} steps"
+            for some in (counts.located, counts.read)
+        )
+        line = f"the data says: samples of {samples}, tokens of {tokens}"
+        if not counts.read:
+            line = f"the order says: samples of {samples}; their contents are not compared"
+        findings.proved.append(f"the ranks consumed what {line}")
     if stages := history.attempts[-1].start.stages:
         begins = ", ".join(["0", *(str(stage[0]) for stage in stages)])
         findings.proved.append(f"the data has {1 + len(stages)} stages, from sequences {begins}")
@@ -93,44 +90,34 @@ def check_consumption(run: Path, history: History) -> ConsumptionFindings:
 
 @dataclass
 class _ComparedSteps:
-    """Numbers of surviving steps."""
+    """Numbers of surviving steps: with a digest; with compared samples; with compared tokens;
+    without a digest."""
 
     steps: int = 0
-    """Steps with a digest."""
     located: int = 0
-    """Steps whose samples were compared."""
     read: int = 0
-    """Steps whose tokens were compared."""
     silent: int = 0
-    """Steps without a digest."""
 
 
-def _recipe(
-    run: Path, digest: str, attempts: Sequence[Attempt], findings: ConsumptionFindings
-) -> Recipe | None:
-    """Read the recipe of some attempts; on failure record the reason, and return None. Attempts
-    without a digest are older than the folder of recipes, and used recipe.yaml."""
-    path = recipe_file(run, digest) if digest else run / "recipe.yaml"
-    who = _numbers_of(attempts)
+def _recipe(run: Path, attempts: Sequence[Attempt], findings: ConsumptionFindings) -> Recipe | None:
+    """Read the recipe of some attempts, and compare their start lines with it; on failure record
+    the reason, and return None."""
     try:
-        if digest and digest_of(read_text(path)) != digest:
-            findings.problems.append(f"{path} is not the recipe of {who}")
-            return None
-        recipe = load_recipe(path, kept=True)
-    except OSError as error:
-        findings.miss(f"{path}: {error.strerror}", attempts)
+        recipe = kept_recipe(run, attempts)
+    except AwayError as error:
+        findings.miss(str(error), attempts)
         return None
-    except known_errors() as error:
-        findings.miss(f"{path}: this version cannot read it: {error}", attempts)
+    except RecipeError as error:
+        findings.problems.append(str(error))
         return None
     for attempt in attempts:
-        if digest and attempt.start.global_batch != recipe.batch.global_batch:
+        if attempt.start.recipe and attempt.start.global_batch != recipe.batch.global_batch:
             findings.problems.append(
                 f"attempt {attempt.number} (line {attempt.line}) has a global batch of "
                 f"{attempt.start.global_batch}, its recipe of {recipe.batch.global_batch}"
             )
         in_our_order = not recipe.data.factory or size_in(attempt.start.data)
-        if digest and in_our_order and "consumed" not in attempt.start.records:
+        if attempt.start.recipe and in_our_order and "consumed" not in attempt.start.records:
             findings.problems.append(
                 f"attempt {attempt.number} (line {attempt.line}) does not record the samples that "
                 "the ranks consumed, although its data requires it"
@@ -165,7 +152,7 @@ def _compare(
         if size:  # else attempts differ (`read_history` reports it), or user code sets the order
             order = Order([size], [1.0], recipe.run.seed)
             located = _spread(steps, MOST_SAMPLES, 1)
-            findings.problems += _other_samples(located, _of_one_source(order))
+            findings.problems += _other_samples(located, lambda at: order.locate(at)[::2])
             counts.located += len(located)
         return
     try:
@@ -189,53 +176,14 @@ def _compare(
         findings.miss(f"the data cannot be read: {error}", attempts)
         return
     except known_errors() as error:
-        findings.problems.append(
-            f"the data is not what {_numbers_of(attempts)} trained on: {error}"
-        )
+        findings.problems.append(f"the data is not what {numbers_of(attempts)} trained on: {error}")
         return
     counts.located += len(located)
     counts.read += len(read)
 
 
-def where_it_lies(recipe: Recipe, directory: str) -> tuple[Recipe, str]:
-    """Return the recipe with the present paths of its sources and of `model.init_from`, and the
-    path of the first missing source, "" if none is missing. Relative paths are looked up from the
-    run's working directory, then from this process's."""
-    sources = []
-    for source in recipe.data.sources:
-        places = [source.path]
-        if "://" not in source.path:
-            places.insert(0, str(Path(directory) / source.path))
-        place = next((path for path in places if is_prepared(path)), None)
-        if place is None:
-            return recipe, places[0]
-        sources.append(replace(source, path=place))
-    data = replace(recipe.data, sources=type(recipe.data.sources)(sources))
-    model, begun = recipe.model, recipe.model.init_from
-    if begun and "://" not in begun and (there := Path(directory) / begun).exists():
-        model = replace(model, init_from=str(there))
-    # validation data is not needed
-    run = replace(recipe.run, evaluate_every=0)
-    return replace(recipe, data=data, model=model, run=run), ""
-
-
-def _numbers_of(attempts: Sequence[Attempt]) -> str:
-    numbers = ", ".join(str(attempt.number) for attempt in attempts[:8])
-    more = f" and {len(attempts) - 8} more" if len(attempts) > 8 else ""
-    return f"attempt {numbers}{more}"
-
-
 Steps = Sequence[tuple[int, StepLine]]
-Locate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Maps positions to (source, sample) of each."""
-
-
-def _of_one_source(order: Order) -> Locate:
-    def locate(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        sources, _, samples = order.locate(positions)
-        return sources, samples
-
-    return locate
+"""Pairs of the number of an attempt and a step of it."""
 
 
 def _spread(steps: Steps, most: int, each: int) -> Steps:
@@ -244,14 +192,15 @@ def _spread(steps: Steps, most: int, each: int) -> Steps:
     return steps[:: max(1, -(-total // most))]
 
 
-def _share(some: int, counts: _ComparedSteps) -> str:
-    return f"all {some} steps" if some == counts.steps else f"{some} of {counts.steps} steps"
-
-
-def _other_samples(steps: Steps, locate: Locate) -> Iterator[str]:
+def _other_samples(
+    steps: Steps, locate: Callable[[np.ndarray], Sequence[np.ndarray]]
+) -> Iterator[str]:
+    """Yield a problem for each step with another digest of its samples. `locate` maps positions to
+    (sources, samples)."""
     for attempt, step in steps:
         positions = np.arange(step.first, step.after_last)
-        if sample_digest(positions, *locate(positions)) != _numbers(step)[0]:
+        sources, samples = locate(positions)
+        if sample_digest(positions, sources, samples) != _numbers(step)[0]:
             yield f"{_describe(attempt, step)}: a rank consumed other sequences"
 
 
