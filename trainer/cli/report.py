@@ -16,6 +16,7 @@ from trainer.cli.parser import (
     whole_number,
     write_output,
 )
+from trainer.recipe import RecipeError
 
 if TYPE_CHECKING:
     from trainer.tools.mirror import LocalRun
@@ -31,60 +32,45 @@ examples:
 
 
 def add_report_command(commands: Commands) -> None:
-    report = add_command(
-        commands, "report", "show what happened in a run, and whether data was lost"
-    )
+    what = "show what happened in a run, and whether data was lost"
+    report = add_command(commands, "report", what)
     _add_runs(report)
-    report.add_argument(
-        "--check",
-        action="store_true",
-        help="only check that every sequence was consumed once; exit code 0: it was; 1: problems; "
-        "2: recipes or data to compare with are missing",
+    what = (
+        "only check that every sequence was consumed once; exit code 0: it was; 1: problems; "
+        "2: recipes or data to compare with are missing"
     )
-    report.add_argument(
-        "--without-data",
-        action="store_true",
-        help="with --check: check the ledger alone, without recipes and data",
-    )
-    report.add_argument(
-        "--html", type=local_path, metavar="FILE", help="write an HTML page with curves"
-    )
+    report.add_argument("--check", action="store_true", help=what)
+    what = "with --check: check the ledger alone, without recipes and data"
+    report.add_argument("--without-data", action="store_true", help=what)
+    what = "write an HTML page with curves"
+    report.add_argument("--html", type=local_path, metavar="FILE", help=what)
     report.set_defaults(run=_report)
 
 
 def add_watch_command(commands: Commands) -> None:
-    watch = add_command(
-        commands, "watch", "follow runs: in the terminal, or as a page", WATCH_EXAMPLES
-    )
+    what = "follow runs: in the terminal, or as a page"
+    watch = add_command(commands, "watch", what, WATCH_EXAMPLES)
     _add_runs(watch)
     watch.add_argument("--port", type=whole_number, metavar="N", help="serve the page; 0: any port")
-    watch.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="address to serve the page at (default 127.0.0.1: this machine only)",
-    )
+    what = "address to serve the page at (default 127.0.0.1: this machine only)"
+    watch.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=what)
     watch.add_argument("--once", action="store_true", help="print the state once, and exit")
     watch.set_defaults(run=_watch)
 
 
 def add_runs_command(commands: Commands) -> None:
     runs = add_command(commands, "runs", "list runs: state, step, loss, speed, failures, age")
-    runs.add_argument(
-        "folder", type=run_place, nargs="?", default=Path("runs"), metavar="DIR",
-        help="folder to search (default runs)",
-    )  # fmt: skip
+    folder, what = Path("runs"), "folder to search (default runs)"
+    runs.add_argument("folder", type=run_place, nargs="?", default=folder, metavar="DIR", help=what)
     runs.set_defaults(run=_runs)
 
 
 def _add_runs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", type=run_place, nargs="+", metavar="RUN", help="run: directory or s3://…"
-    )
+    what = "run: directory or s3://…"
+    parser.add_argument("runs", type=run_place, nargs="+", metavar="RUN", help=what)
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from elastic.record.history import LedgerError
     from trainer.tools.mirror import local_runs
 
     try:
@@ -100,30 +86,26 @@ def _report(arguments: argparse.Namespace) -> int:
             from trainer.tools.report.report import report
 
             print("\n\n".join(run.named(report(run.directory)) for run in runs))
-    except (LedgerError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_WRONG_INPUT
+    except OSError as error:
+        raise RecipeError(str(error)) from error
     return EXIT_DONE
 
 
 def _check(runs: "Sequence[LocalRun]", *, without_data: bool) -> int:
-    """Print the result of the consumption check for each run, and return the worst exit code."""
     from elastic.record.history import read_history
     from trainer.tools.report.report import check
 
     worst = EXIT_DONE
     for run in runs:
-        directory = run.directory
-        fine, text = check(read_history(directory), None if without_data else directory)
-        text = run.named(text)
-        print(f"{run.run}: {text}" if len(runs) > 1 else text)
+        history = read_history(run.directory)
+        fine, text = check(history, None if without_data else run.directory)
+        print(f"{run.run}: " * (len(runs) > 1) + run.named(text))
         code = {True: EXIT_DONE, False: EXIT_FAILED, None: EXIT_WRONG_INPUT}[fine]
         worst = EXIT_FAILED if EXIT_FAILED in (worst, code) else max(worst, code)
     return worst
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    from elastic.record.history import LedgerError
     from trainer.tools.mirror import local_runs
 
     waits = not arguments.once and (arguments.port is not None or sys.stdout.isatty())
@@ -140,14 +122,12 @@ def _watch(arguments: argparse.Namespace) -> int:
                 from trainer.tools.seeing.server import serve
 
                 serve(directories, arguments.host, arguments.port)
-    except (LedgerError, OSError, OverflowError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_WRONG_INPUT
+    except (OSError, OverflowError) as error:
+        raise RecipeError(str(error)) from error
     return EXIT_DONE
 
 
 def _wait_for(runs: "Sequence[LocalRun]") -> None:
-    """Wait until the ledger of every run has a start line."""
     from elastic.record.history import last_start
 
     for run in runs:
@@ -170,10 +150,7 @@ def _runs(arguments: argparse.Namespace) -> int:
                 print(f"{folder}: holds no run; a run is a folder with `terms` in it")
         return EXIT_DONE
     if not folder.is_dir():
-        print(
-            f"error: {folder}: this folder does not exist; name a folder of runs", file=sys.stderr
-        )
-        return EXIT_WRONG_INPUT
+        raise RecipeError(f"{folder}: this folder does not exist; name a folder of runs")
     if not list_runs(folder):
         print(f"{folder}: holds no run; a run is a folder with a ledger.jsonl")
     return EXIT_DONE

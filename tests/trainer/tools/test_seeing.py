@@ -22,6 +22,7 @@ import pytest
 from elastic.record.ledger import Ledger, StartLine
 from tests.trainer.tools.a_run import write_run
 from trainer.cli.main import parse
+from trainer.recipe.errors import known_errors
 from trainer.text import visible
 from trainer.tools.seeing import cache, ledger_view, metric_columns
 from trainer.tools.seeing.metric_columns import MetricRecords, thinned
@@ -323,9 +324,13 @@ def test_in_the_terminal(run, tmp_path, capsys, monkeypatch):
 
     def perdure(*words):
         arguments = parse(list(map(str, words)))
-        code, printed = arguments.run(arguments), capsys.readouterr()
+        try:
+            code, refused = arguments.run(arguments), ""
+        except known_errors() as error:
+            code, refused = 2, str(error)
+        printed = capsys.readouterr()
         assert visible(printed.out) == printed.out
-        return code, printed.out, printed.err
+        return code, printed.out, refused
 
     watched = subprocess.run(
         [PERDURE, "watch", run], capture_output=True, text=True, timeout=60, check=True
@@ -373,7 +378,7 @@ def test_what_was_read_is_kept_with_the_reader(run, monkeypatch, tmp_path):
     whole.pop("now")
     assert seen() == whole
     assert sorted(path.name for path in run.iterdir()) == before
-    files = sorted(cache.cache_directory().iterdir())
+    files = sorted((tmp_path / "cache/perdure/seeing").iterdir())
     assert [path.stat().st_mode & 0o777 for path in files] == [0o600, 0o600]
 
     read = []

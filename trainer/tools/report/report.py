@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from elastic.record.reliability import Goodput, Reliability, goodput, reliabilit
 from trainer.recipe.yaml_tree import RecipeError, read_tree
 from trainer.text import table
 
-SOURCES = {"none": "fresh weights", "init": "model.init_from"}
+ORIGINS = {"none": "fresh weights", "init": "model.init_from"}
+"""Source of the initial state in a start line → words."""
 SHOWN_ATTEMPTS = 40
 
 
@@ -23,41 +25,26 @@ def report(run: Path) -> str:
     """Summarise a run as text. Raises LedgerError if `run` is not the directory of a started
     run."""
     history = read_history(run)
-    sizes = [attempt.start.world_size for attempt in history.attempts]
-    changes = [size for n, size in enumerate(sizes) if n == 0 or size != sizes[n - 1]]
-    shown = [str(size) for size in (changes if len(changes) < 9 else [*changes[:4], *changes[-4:]])]
-    if len(changes) >= 9:
-        shown.insert(4, "…")
-    steps, planned = _count(history.step, "step"), history.attempts[-1].start.steps
+    sizes = [str(size) for size, _ in groupby(one.start.world_size for one in history.attempts)]
+    if len(sizes) >= 9:
+        sizes[4:-4] = ["…"]
+    steps, planned = count_of(history.step, "step"), history.attempts[-1].start.steps
     if planned and planned > history.step:
-        steps = f"{history.step:,} of {_count(planned, 'step')}"
+        steps = f"{history.step:,} of {count_of(planned, 'step')}"
     head = (
-        f"{run}: {steps}, {_count(history.sequences, 'sequence')}, "
-        f"{_count(len(sizes), 'attempt')}, world size {' → '.join(shown)}"
+        f"{run}: {steps}, {count_of(history.sequences, 'sequence')}, "
+        f"{count_of(len(history.attempts), 'attempt')}, world size {' → '.join(sizes)}"
     )
-    account, trust = goodput(history), reliability(history)
-    metrics = read_metrics(run)
-    parts = [
-        head,
-        _goodput_text(account),
-        "\n".join(
-            [
-                _failures_line(trust),
-                _throughput_line(history, metrics, unit_of(run)),
-                *_validation_lines(metrics),
-                _saves_line(history),
-            ]
-        ),
-        _attempts_table(history, trust),
-        check(history)[1],
-    ]
-    return "\n\n".join(parts)
+    trust, metrics = reliability(history), read_metrics(run)
+    lines = [_failures_line(trust), _throughput_line(history, metrics, unit_of(run))]
+    lines += [*_validation_lines(metrics), _saves_line(history)]
+    parts = [head, _goodput_text(goodput(history)), "\n".join(lines)]
+    return "\n\n".join([*parts, _attempts_table(history, trust), check(history)[1]])
 
 
 def check(history: History, run: Path | None = None) -> tuple[bool | None, str]:
     """Check that the record of a run is complete and that every sequence was consumed exactly once.
-    With the directory `run`, consumption is also compared with recipes and data, which imports
-    torch.
+    With the directory `run`, also compare consumption with recipes and data, which imports torch.
 
     Returns:
         (verdict, proof or problems as text). The verdict is None if there is no problem, but some
@@ -78,7 +65,7 @@ def check(history: History, run: Path | None = None) -> tuple[bool | None, str]:
     lines = [history.summary(), *proved, *left_out, *_changes_lines(history)]
     if history.unrecorded:
         lines.append(
-            f"not recorded: {_count(history.unrecorded, 'step')}, whose line was lost when a "
+            f"not recorded: {count_of(history.unrecorded, 'step')}, whose line was lost when a "
             "process died; the next start line proves that their sequences were consumed"
         )
     return None if missing else True, "\n".join(lines)
@@ -100,8 +87,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def unit_of(run: Path) -> str:
-    """Return the unit of `tokens` in a run's records, as `Task.unit` has it: tokens for prepared
-    data, else samples."""
+    """Return the unit of `tokens` in a run's records: tokens for prepared data, else samples."""
     try:
         data = read_tree(run / "recipe.yaml", kept=True)[0].get("data")
     except RecipeError:  # the report also works if the recipe is missing
@@ -157,7 +143,6 @@ def _throughput_line(history: History, metrics: Sequence[Mapping[str, Any]], uni
 
 
 def _validation_lines(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Line with the number of validations and the lowest loss; [] if there are none."""
     losses = [
         (record["validation_loss"], record["step"])
         for record in metrics
@@ -175,15 +160,11 @@ def _changes_lines(history: History) -> list[str]:
     lines = []
     for attempt in history.attempts:
         if attempt.start.changed and attempt.number in history.kept:
-            parts = [
-                f"{key} {json.dumps(old)} → {json.dumps(new)}"
-                for key, (old, new) in attempt.start.changed.items()
-            ]
+            changes = attempt.start.changed.items()
+            parts = [f"{key} {json.dumps(old)} → {json.dumps(new)}" for key, (old, new) in changes]
             lines.append(f"changed after step {attempt.start.step}: {', '.join(parts)}")
-    lines += [
-        f"rolled back after step {last} to the weights of step {to}"
-        for to, last in history.taken_back()
-    ]
+    for to, last in history.taken_back():
+        lines.append(f"rolled back after step {last} to the weights of step {to}")
     return lines
 
 
@@ -194,11 +175,9 @@ def _saves_line(history: History) -> str:
     if good:
         mean = sum(save["seconds"] for save in good) / len(good)
         line += f", {mean:.2f} s on average, the newest of step {good[-1]['step']}"
-    failed = [save for save in saves if not save.get("ok")]
-    if failed:
-        line += (
-            f"; {len(failed)} failed, the last time: {failed[-1].get('error', 'no reason given')}"
-        )
+    if failed := [save for save in saves if not save.get("ok")]:
+        reason = failed[-1].get("error", "no reason given")
+        line += f"; {len(failed)} failed, the last time: {reason}"
     return line
 
 
@@ -209,15 +188,13 @@ def _attempts_table(history: History, trust: Reliability) -> str:
     for attempt in attempts[-SHOWN_ATTEMPTS:]:
         start, back = attempt.start, trust.recoveries.get(attempt.number)
         steps = f"{start.step + 1} to {attempt.last_step}" if attempt.steps else "none"
-        source = SOURCES.get(start.source) or f"step {start.step} from {start.source}"
-        when = date(attempt.began)
-        numbers = [str(attempt.number), when, str(start.nodes), str(start.world_size)]
-        rows.append(
-            [*numbers, steps, source, clock(back) if back else "", ending(history, attempt).text]
-        )
+        source = ORIGINS.get(start.source) or f"step {start.step} from {start.source}"
+        row = [str(attempt.number), date(attempt.began), str(start.nodes), str(start.world_size)]
+        row += [steps, source, clock(back) if back else "", ending(history, attempt).text]
+        rows.append(row)
     lines = table([head, *rows], right={0, 2, 3, 4, 6})
     if left_out > 0:
-        lines.insert(1, f"… {_count(left_out, 'earlier attempt')}")
+        lines.insert(1, f"… {count_of(left_out, 'earlier attempt')}")
     return "\n".join(lines)
 
 
@@ -243,5 +220,6 @@ def date(moment: float) -> str:
         return ""
 
 
-def _count(number: int, what: str) -> str:
+def count_of(number: int, what: str) -> str:
+    """Format a count with its noun."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,10 +1,9 @@
 """Caches the columns read from a large file, so that reading continues where it stopped.
 
-[Note: cache] The cache belongs to the user who reads the run, in `$XDG_CACHE_HOME/perdure`. It is
-not in the run directory, which may be read-only. If the run directory is writable by others, they
-could forge a cache in it. A cache that is damaged, of another version, of another user or of
-another file is ignored, and the file is read from its beginning. `perdure report --check` uses no
-cache.
+[Note: cache] The cache is in `$XDG_CACHE_HOME/perdure` of the user who reads the run. The run
+directory may be read-only, or writable by others, who could forge a cache in it. A cache that is
+damaged, of another version, of another user or of another file is ignored, and the file is read
+from its beginning. `perdure report --check` uses no cache.
 """
 
 import hashlib
@@ -26,12 +25,6 @@ _MOST_BYTES = 4 << 30
 _SAMPLE_BYTES = 1 << 16
 KEPT = 32
 """Largest number of cache files; the oldest are deleted."""
-
-
-def cache_directory() -> Path:
-    """Cache directory of this user."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "perdure" / "seeing"
 
 
 def recall(source: Path) -> tuple[dict[str, Any], list[bytes]] | None:
@@ -78,7 +71,7 @@ def keep(source: Path, offset: int, facts: Mapping[str, Any], columns: Sequence[
         # renamed when complete, so that no reader sees a part of it
         aside = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
         try:
-            with open(aside, "xb", opener=_for_me) as file:
+            with open(aside, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
                 file.write(json.dumps(header).encode() + b"\n" + data)
             os.replace(aside, place)
         finally:
@@ -86,18 +79,15 @@ def keep(source: Path, offset: int, facts: Mapping[str, Any], columns: Sequence[
         _forget_oldest(place.parent)
 
 
-def _for_me(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
 def _place(source: Path) -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = hashlib.sha256(os.fsencode(source.resolve())).hexdigest()[:32]
-    return cache_directory() / f"{name}.cache"
+    return Path(home) / "perdure" / "seeing" / f"{name}.cache"
 
 
 def _fingerprint(source: Path, offset: int) -> str:
-    """Return a digest that identifies the first `offset` bytes of a file: by device, inode,
-    `offset`, and the bytes at both ends of this part. Raises ValueError if the file is shorter."""
+    """Return a digest of the first `offset` bytes of a file: of device, inode, `offset`, and the
+    bytes at both ends. Raises ValueError if the file is shorter."""
     with os.fdopen(open_to_read(source, follow=True), "rb") as file:
         status = os.fstat(file.fileno())
         if not 0 <= offset <= status.st_size:

@@ -1,14 +1,14 @@
-"""Describes the events of a run: time, step, rank, cause and cost."""
+"""The events of a run: time, step, rank, cause and cost."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from elastic.record.attempt import Attempt
-from elastic.record.causes import AttemptEnd, ending
+from elastic.record.causes import ending
 from elastic.record.history import History
 from elastic.record.reliability import failed_at, reliability
-from trainer.tools.report.report import clock
+from trainer.tools.report.report import clock, count_of
 
 
 def events_of(history: History) -> list[dict[str, Any]]:
@@ -21,19 +21,27 @@ def events_of(history: History) -> list[dict[str, Any]]:
         events += _within(attempt)
         how, following = ending(history, attempt), history.next(attempt)
         if how.kind != "open":
-            cost = _cost(attempt, following, recoveries) if following else ""
-            events.append(_ended(attempt, how, cost))
+            events.append(
+                {
+                    "time": how.at,
+                    "step": attempt.last_step,
+                    "kind": how.kind,
+                    "text": how.text,
+                    "failed": how.failed,
+                    "ended": True,
+                    "rank": how.rank,
+                    "node": how.node,
+                    "cost": _cost(attempt, following, recoveries) if following else "",
+                    "attempt": attempt.number,
+                    "evidence": [list(pair) for pair in how.evidence],
+                }
+            )
     return sorted(events, key=lambda event: event["time"])
 
 
 def steps_lost(before: Attempt, after: Attempt) -> int:
     """Return the number of steps of attempt `before` that the next attempt, `after`, repeats."""
     return max(0, before.last_step - after.start.step)
-
-
-def count_of(number: int, what: str) -> str:
-    """Format a count with its noun."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _within(attempt: Attempt) -> list[dict[str, Any]]:
@@ -62,28 +70,11 @@ def _within(attempt: Attempt) -> list[dict[str, Any]]:
             reached = step if isinstance(step, int) else attempt.start.step
             add(after, reached, str(event.get("event", "notice")), what, False)
     for rollback in attempt.rollbacks:
-        done = attempt.steps.find(rollback.step)
-        text = f"Weights went back from step {rollback.step} to {rollback.to}"
-        text += f", read from {rollback.source}"
-        cost = f"{count_of(rollback.step - rollback.to, 'step')} of training"
-        add(done.after if done else 0.0, rollback.step, "rollback", text, True, cost)
+        done, step, to = attempt.steps.find(rollback.step), rollback.step, rollback.to
+        text = f"Weights went back from step {step} to {to}, read from {rollback.source}"
+        cost = f"{count_of(step - to, 'step')} of training"
+        add(done.after if done else 0.0, step, "rollback", text, True, cost)
     return events
-
-
-def _ended(attempt: Attempt, how: AttemptEnd, cost: str) -> dict[str, Any]:
-    return {
-        "time": how.at,
-        "step": attempt.last_step,
-        "kind": how.kind,
-        "text": how.text,
-        "failed": how.failed,
-        "ended": True,
-        "cost": cost,
-        "rank": how.rank,
-        "node": how.node,
-        "attempt": attempt.number,
-        "evidence": [list(pair) for pair in how.evidence],
-    }
 
 
 def _cost(before: Attempt, after: Attempt, recoveries: Mapping[int, float]) -> str:

@@ -12,74 +12,63 @@ from trainer.tools.seeing import cache
 
 
 class LedgerView:
-    """The ledger of a run, which is read repeatedly.
-
-    Args:
-        run: run directory.
-    """
+    """The ledger of a run, which is read repeatedly."""
 
     def __init__(self, run: Path) -> None:
         self._reader = LedgerReader(run)
         self._kept = 0
         self._version: tuple[int, int] | None = None
         self._written = 0.0
-        """Time of the last write to the ledger, in seconds of `time.monotonic`."""
-        if (size := _size(self._reader.path)) >= cache.WORTH_BYTES:
-            self._recall(size)
-
-    @property
-    def path(self) -> Path:
-        """Path of the ledger."""
-        return self._reader.path
+        """Time of the last write to the ledger, by `time.monotonic`."""
+        with suppress(OSError):
+            size = self._reader.path.stat().st_size
+            if size >= cache.WORTH_BYTES:
+                self._recall(size)
 
     @property
     def version(self) -> str:
-        """A text that changes with every new line that is not the line of a step."""
+        """A text that changes with every new line other than step lines."""
         return f"{self._reader.inode}-{len(self._reader.others)}"
 
     def read(self) -> History:
-        """Read new lines, and return the history as `LedgerReader.read` does."""
+        """Read new lines, and return the history."""
         history = self._reader.read()
         if self._reader.offset - self._kept >= cache.WORTH_BYTES:
             self._keep()
         return history
 
     def silent_seconds(self) -> float:
-        """Return the time since the ledger was last written.
-
-        Clocks of two machines are never compared. The first call compares the file's time with the
-        clock of its filesystem. Later calls return the time since the last call that found the file
-        changed, by this machine's clock.
-        """
+        """Return the time since the ledger was last written. Clocks of two machines are never
+        compared: the first call asks the filesystem for the time, and later calls count from the
+        last call that found the file changed."""
+        path = self._reader.path
         with suppress(OSError):
-            status = os.stat(self.path)
+            status = os.stat(path)
             now, version = time.monotonic(), (status.st_mtime_ns, status.st_size)
             if self._version is None:
-                self._written = now - (filesystem_time(self.path.parent) - status.st_mtime)
+                self._written = now - (filesystem_time(path.parent) - status.st_mtime)
             elif version != self._version:
                 self._written = now
             self._version = version
         return max(0.0, time.monotonic() - self._written)
 
     def newest_lines(self, count: int) -> list[str]:
-        """Return the last `count` lines that are not lines of steps."""
+        """Return the last `count` lines other than step lines."""
         newest = self._reader.others[-count:]
         return [line.decode(errors="replace").strip()[:2000] for _, line in newest]
 
     def _keep(self) -> None:
         reader = self._reader
         self._kept = reader.offset
-        described, columns = [], []
-        for attempt in reader.attempts:
-            facts, data = attempt.steps.dump()
-            described.append(facts)
-            columns += data
-        # latin-1 decodes any byte, and encodes it back without loss
-        others = [[number, line.decode("latin-1")] for number, line in reader.others]
-        begun = {"inode": reader.inode, "offset": reader.offset, "number": reader.number}
-        cache.keep(
-            reader.path, reader.offset, {**begun, "others": others, "steps": described}, columns
-        )
+        dumps = [attempt.steps.dump() for attempt in reader.attempts]
+        facts = {
+            "inode": reader.inode, "offset": reader.offset, "number": reader.number,
+            # latin-1 decodes any byte, and encodes it back without loss
+            "others": [[number, line.decode("latin-1")] for number, line in reader.others],
+            "steps": [steps for steps, _ in dumps],
+        }  # fmt: skip
+        columns = [column for _, data in dumps for column in data]
+        cache.keep(reader.path, reader.offset, facts, columns)
 
     def _recall(self, size: int) -> None:
         cached = cache.recall(self._reader.path)
@@ -101,13 +90,6 @@ class LedgerView:
             reader.offset, reader.number = facts["offset"], facts["number"]
             if 0 < reader.offset <= size:
                 self._reader, self._kept = reader, reader.offset
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def filesystem_time(directory: Path) -> float:

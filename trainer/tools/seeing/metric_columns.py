@@ -4,7 +4,7 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,13 @@ from trainer.tools.seeing import cache
 MOST_KEYS = 200
 """Largest number of metrics that are shown, in the order of their appearance."""
 _SAMPLES_BYTES, _LONGEST = 64 << 20, 4000
-"""Largest number of bytes that are read of samples.jsonl, and of characters that are shown of a
-text in it."""
+"""Most bytes of samples.jsonl that are read, and most characters of a text that are shown."""
 
 
 class MetricRecords:
-    """Records of a run's metrics.jsonl, in columns. Shows those in the lineage of one attempt, see
-    [Note: lineage] in elastic/record/history.py. A file that was replaced or cut is read
-    again from its beginning.
-
-    Args:
-        run: run directory.
-    """
+    """Records of a run's metrics.jsonl, in columns. Its methods return the records in the lineage
+    of one attempt, see [Note: lineage] in elastic/record/history.py. A file that was replaced or
+    cut is read again from its beginning."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / METRICS
@@ -43,16 +38,14 @@ class MetricRecords:
         self._step, self._time, self._ends = array("q"), array("d"), array("q")
         self._attempt, self._attempts = array("i"), [""]
         """Index of each record's attempt in `_attempts`; names of attempts."""
+        self._by_record: list[array[Any]] = [self._step, self._time, self._ends, self._attempt]
         self._columns: dict[str, array[float]] = {}
         self._counts = np.zeros(0, dtype=bool)
         """Whether each record is in the lineage."""
 
     def read(self, lineage: Mapping[str, float]) -> None:
-        """Read new records. A last line without a newline is left for the next call.
-
-        Args:
-            lineage: the lineage whose records are shown, from `lineage_of`.
-        """
+        """Read new records, and show those in a lineage (`lineage_of`). A last line without a
+        newline is left for the next call."""
         try:
             descriptor = open_to_read(self.path, follow=True)
         except OSError:  # the file may come later
@@ -85,7 +78,7 @@ class MetricRecords:
         self._ends.append(self.offset)
         attempt = record.get("attempt", "")
         if attempt != self._attempts[-1]:
-            # A name may be listed twice, but seldom: two attempts take turns only in a partition.
+            # A name may be listed twice, if two attempts alternate; they do so only in a partition.
             self._attempts.append(attempt)
         self._attempt.append(len(self._attempts) - 1)
         for name, value in record.items():
@@ -112,7 +105,6 @@ class MetricRecords:
         return np.array(self._time)[self._counts]
 
     def names(self) -> list[str]:
-        """Names of all metrics."""
         return list(self._columns)
 
     def column(self, name: str) -> np.ndarray:
@@ -140,7 +132,7 @@ class MetricRecords:
     def _keep(self) -> None:
         self._kept = self.offset
         facts = {"offset": self.offset, "names": list(self._columns), "attempts": self._attempts}
-        columns = [column.tobytes() for column in self._by_record()]
+        columns = [column.tobytes() for column in self._by_record]
         columns += [self._whole_column(name).tobytes() for name in self._columns]
         cache.keep(self.path, self.offset, facts, columns)
 
@@ -150,14 +142,11 @@ class MetricRecords:
             return
         facts, data = cached
         columns = [array("d") for _ in facts["names"]]
-        for column, raw in zip([*self._by_record(), *columns], data, strict=True):
+        for column, raw in zip([*self._by_record, *columns], data, strict=True):
             column.frombytes(raw)
         self._columns = dict(zip(facts["names"], columns, strict=True))
         self._attempts = facts["attempts"]
         self.offset = self._kept = facts["offset"]
-
-    def _by_record(self) -> "list[array[Any]]":
-        return [self._step, self._time, self._ends, self._attempt]
 
 
 def thinned(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -169,18 +158,13 @@ def thinned(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.nda
         return x, y
     size = math.ceil(2 * len(x) / most)
     whole = len(x) // size * size
-    chosen = np.concatenate(list(_extremes(y, size, whole)))
-    chosen = np.unique(np.concatenate((chosen, [0, len(x) - 1])))
-    return x[chosen], y[chosen]
-
-
-def _extremes(y: np.ndarray, size: int, whole: int) -> Iterator[np.ndarray]:
-    stretches = y[:whole].reshape(-1, size)
-    starts = np.arange(len(stretches)) * size
-    yield starts + stretches.argmin(axis=1)
-    yield starts + stretches.argmax(axis=1)
+    intervals = y[:whole].reshape(-1, size)
+    starts = np.arange(len(intervals)) * size
+    chosen = [starts + intervals.argmin(axis=1), starts + intervals.argmax(axis=1)]
     if whole < len(y):
-        yield np.array([whole + int(y[whole:].argmin()), whole + int(y[whole:].argmax())])
+        chosen.append(whole + np.array([y[whole:].argmin(), y[whole:].argmax()]))
+    points = np.unique(np.concatenate([*chosen, [0, len(x) - 1]]))
+    return x[points], y[points]
 
 
 def samples_version(run: Path) -> str:
@@ -193,8 +177,8 @@ def samples_version(run: Path) -> str:
 
 
 def read_samples(run: Path, most: int = 2000) -> list[dict[str, Any]]:
-    """Generated samples by step, from the newest lines of samples.jsonl: `step`, and pairs of
-    prompt and its newest text; [] if there is no file."""
+    """Return the samples of each step, from the newest lines of samples.jsonl: `step`, and pairs of
+    a prompt and its newest text; [] if there is no file."""
     try:
         with os.fdopen(open_to_read(run / SAMPLES, follow=True), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _SAMPLES_BYTES))
@@ -209,6 +193,6 @@ def read_samples(run: Path, most: int = 2000) -> list[dict[str, Any]]:
             if isinstance(step, int) and isinstance(prompt, str) and isinstance(text, str):
                 by_step.setdefault(step, {})[prompt[:_LONGEST]] = text[:_LONGEST]
     return [
-        {"step": step, "pairs": [[*pair] for pair in by_step[step].items()]}
-        for step in sorted(by_step)
+        {"step": step, "pairs": [[*pair] for pair in pairs.items()]}
+        for step, pairs in sorted(by_step.items())
     ]

@@ -1,5 +1,5 @@
-"""Builds the HTML page of runs: one file that loads nothing from other hosts. A static page
-contains its data; a live page queries its server."""
+"""Builds the HTML page of runs: a file that loads nothing from other hosts. A static page contains
+its data; a live page queries its server."""
 
 import hashlib
 import json
@@ -21,27 +21,18 @@ EVERY_SECONDS = 2.0
 def report_html(paths: Sequence[Path]) -> str:
     """Static page of the current state of runs. Raises LedgerError if a path is not the directory
     of a started run."""
-    runs = open_runs(paths)
-    return page(title(runs), {"live": False, **first_data(runs)})
+    return page(open_runs(paths), live=False)
 
 
-def first_data(runs: Sequence[RunView]) -> dict[str, Any]:
-    """Initial data of a page: everything about each run, and the keys in which their recipes
+def page(runs: Sequence[RunView], *, live: bool) -> str:
+    """Return the HTML of a page with everything about each run, and the keys in which their recipes
     differ."""
     shown = [run.all(max(500, POINTS // len(runs))) for run in runs]
-    return {"runs": shown, "differing": differing_keys([data.pop("keys") for data in shown])}
-
-
-def title(runs: Sequence[RunView]) -> str:
-    return ", ".join(run.name for run in runs)
-
-
-def page(name: str, data: Mapping[str, Any]) -> str:
-    """Return the HTML of a page. `data`: input of page.js: `live`, the result of `first_data`, and
-    for a live page `every`, the seconds between queries."""
+    differing = differing_keys([data.pop("keys") for data in shown])
+    data = {"live": live, "every": EVERY_SECONDS, "runs": shown, "differing": differing}
     parts = {
-        "policy": escape(policy(live=bool(data["live"]))),
-        "title": escape(name),
+        "policy": escape(policy(live=live)),
+        "title": escape(", ".join(run.name for run in runs)),
         "style": _style(),
         "data": embedded(data),
         "script": _script(),
@@ -51,8 +42,8 @@ def page(name: str, data: Mapping[str, Any]) -> str:
 
 
 def embedded(data: Mapping[str, Any]) -> str:
-    """Format JSON for a script element: `<` is written `\u003c`, so that data cannot end the
-    element or open a comment."""
+    """Format JSON for a script element. `<` becomes `\u003c`, so that data cannot end the element
+    or open a comment."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -17,10 +17,10 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from elastic.record.history import LedgerError
-from trainer.tools.seeing.page import EVERY_SECONDS, first_data, page, policy, title
+from trainer.tools.seeing.page import page, policy
 from trainer.tools.seeing.view import RunView, open_runs
 
-LOOK_SECONDS = 1.0
+READ_SECONDS = 1.0
 """Least seconds between two reads of a run's files, however many pages query."""
 LOOPBACK = ("127.0.0.1", "localhost")
 IDLE_SECONDS, LONGEST_SECONDS, MOST_CONNECTIONS = 30.0, 90.0, 32
@@ -32,18 +32,8 @@ up. So a client that asks without end takes next to nothing from training on thi
 
 
 class PageServer(ThreadingHTTPServer):
-    """HTTP server of a page of runs and its updates. Use it as a context manager, then
-    `serve_forever`.
-
-    Args:
-        paths: directories of the runs.
-        host: address to listen on.
-        port: port to listen on; 0: any free port.
-
-    Raises:
-        LedgerError: a path is not the directory of a started run.
-        OSError: the address is unavailable.
-    """
+    """HTTP server of a page of runs and its updates. Port 0 means any free port. Raises LedgerError
+    if a path is not the directory of a started run, and OSError if the address is unavailable."""
 
     # Ctrl-C must not wait for open pages.
     daemon_threads = True
@@ -75,13 +65,11 @@ class PageServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
         self._open.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """End connections that are open for LONGEST_SECONDS. IDLE_SECONDS does not end them if a
-        byte arrives from time to time."""
+        """End connections that are open for LONGEST_SECONDS, even if bytes arrive in time."""
         latest = time.monotonic() - LONGEST_SECONDS
         for request, since in list(self._open.items()):
             if since < latest:
@@ -112,38 +100,31 @@ class PageServer(ThreadingHTTPServer):
             ValueError: a parameter is no number.
             LedgerError: the ledger was deleted.
         """
-
-        def number(name: str, otherwise: int) -> int:
-            return int(query.get(name, [str(otherwise)])[0])
-
+        given = {name: values[0] for name, values in query.items()}
         # views change while they are read, and requests come from many threads
         with self.lock:
             if path == "/":
                 for run in self.runs:
                     _refresh(run)
-                data = {"live": True, "every": EVERY_SECONDS, **first_data(self.runs)}
-                return "text/html", page(title(self.runs), data)
+                return "text/html", page(self.runs, live=True)
             if path != "/data":
                 raise LookupError(path)
-            place = number("run", 0)
+            place = int(given.get("run", 0))
             if not 0 <= place < len(self.runs):
                 raise LookupError(f"run {place}")
             run = self.runs[place]
             _refresh(run)
-            if "from" in query:
-                low, high = float(query["from"][0]), float(query["to"][0])
-                reply: object = {"curves": run.stretch(low, high)}
+            if "from" in given:
+                reply: object = {"curves": run.stretch(float(given["from"]), float(given["to"]))}
             else:
-                file, seen, samples = (
-                    query.get(name, [""])[0] for name in ("file", "seen", "samples")
-                )
-                reply = run.since(file, number("since", -1), seen, samples)
+                file, seen, samples = (given.get(name, "") for name in ("file", "seen", "samples"))
+                reply = run.since(file, int(given.get("since", -1)), seen, samples)
         # strict, as browsers reject NaN
         return "application/json", json.dumps(reply, allow_nan=False, separators=(",", ":"))
 
 
 def _refresh(run: RunView) -> None:
-    if time.time() - run.now >= LOOK_SECONDS:
+    if time.time() - run.now >= READ_SECONDS:
         run.look()
 
 
@@ -155,7 +136,6 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "perdure", ""
 
     def do_GET(self) -> None:
-        """Respond to a request, possibly with an HTTP error."""
         self.server.pace()
         try:
             url = urlsplit(self.path)
@@ -195,13 +175,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def serve(paths: Sequence[Path], host: str, port: int) -> None:
-    """Print the link, and serve until Ctrl-C.
-
-    Raises:
-        LedgerError, OSError: see `PageServer`.
-    """
-    # training on this machine has priority
-    os.nice(10)
+    """Print the link, and serve until Ctrl-C; errors as for `PageServer`."""
+    os.nice(10)  # training on this machine has priority
     with PageServer(paths, host, port) as server:
         print(f"open {server.link}")
         if host in LOOPBACK:

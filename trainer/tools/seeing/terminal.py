@@ -20,7 +20,9 @@ from trainer.tools.seeing.view import RunView, open_runs
 EVERY_SECONDS = 2.0
 SHOWN_EVENTS = 5
 DEPTH, MOST_RUNS = 6, 1000
-"""Depth of folders that `runs` searches, and most runs that it lists."""
+"""Depth of folders that `perdure runs` searches, and most runs that it lists."""
+HOLD_NO_RUNS = ("checkpoints", "recipes", "wandb")
+"""Names of folders that `perdure runs` does not search."""
 SPARKS = "▁▂▃▄▅▆▇█"
 PARTS = {
     "steps": ("█", "blue"), "lost": ("█", "red"), "starting": ("▓", "yellow"),
@@ -86,37 +88,34 @@ def find_runs(folder: Path) -> list[Path]:
             entries = list(path.iterdir())
         except OSError:
             continue
-        ledger = next((p for p in entries if p.name == LEDGER and p.is_file()), None)
-        if ledger:
+        ledger = path / LEDGER
+        if ledger.is_file():
             ledgers.append((ledger.stat().st_mtime, path))
         if depth < DEPTH:
             todo += [
                 (entry, depth + 1)
                 for entry in entries
                 # Links may form circles.
-                if entry.is_dir() and not entry.is_symlink() and _may_hold_runs(entry.name)
+                if entry.is_dir() and not entry.is_symlink()
+                if not entry.name.startswith((".", "step-")) and entry.name not in HOLD_NO_RUNS
             ]
     return [path for _, path in sorted(ledgers, reverse=True)]
 
 
-def _may_hold_runs(name: str) -> bool:
-    return not name.startswith((".", "step-")) and name not in ("checkpoints", "recipes", "wandb")
-
-
 def _row(path: Path, folder: Path) -> list[Text]:
     shown = path.relative_to(folder) if path != folder else path
-    run = RunView(path)
-    run.look()
+    (run,) = open_runs([path])
     state, values = run.status(), {what: value for what, value, _ in run.card()}
     start = run.history.attempts[-1].start
     step = f"{run.history.step:,}" + (f"/{start.steps:,}" if start.steps else "")
     rate = next((value for what, value in values.items() if what.endswith("/s")), "-")
-    age = _age(run.ledger.silent_seconds())
+    cells = [step, values.get("loss", "-"), values.get("perplexity", "-"), rate]
+    cells += [values["failures"], _age(run.ledger.silent_seconds())]
     return [
-        _text(str(shown)), _text(state.name, STATES.get(state.name, "yellow")), _text(step),
-        _text(values.get("loss", "-")), _text(values.get("perplexity", "-")), _text(rate),
-        _text(values["failures"]), _text(age),
-    ]  # fmt: skip
+        _text(str(shown)),
+        _text(state.name, STATES.get(state.name, "yellow")),
+        *map(_text, cells),
+    ]
 
 
 def _age(seconds: float) -> str:
@@ -142,20 +141,14 @@ def parts(run: RunView, width: int) -> list[RenderableType]:
     proof = run.proof()
     proved = _text(("✓ " if proof["fine"] else "✗ ") + proof["text"].partition("\n")[0])
     proved.stylize("green" if proof["fine"] else "red")
-    return [
-        head,
-        _card(run, width),
-        _ribbon(run, width),
-        *_events(run),
-        *_curves(run, width),
-        proved,
-    ]
+    body = [_card(run, width), _ribbon(run, width), *_events(run), *_curves(run, width)]
+    return [head, *body, proved]
 
 
 def _card(run: RunView, width: int) -> Text:
     line, used = Text(), 0
     for what, value, remark in run.card():
-        extra = f" {remark}" if what in ("step",) and remark else ""
+        extra = f" {remark}" if what == "step" and remark else ""
         size = len(what) + len(value) + len(extra) + 4
         if used and used + size > width:
             line.append("\n")
@@ -168,7 +161,7 @@ def _card(run: RunView, width: int) -> Text:
 
 
 def _ribbon(run: RunView, width: int) -> Text:
-    """Draw wall time as a bar; each downtime takes one column, however long it was."""
+    """Draw the time of the run as a bar, in which each downtime takes one column."""
     parts = [part for attempt in run.ribbon() for part in attempt["parts"] if part[2] > part[1]]
     up = sum(end - begin for kind, begin, end in parts if kind != "down")
     room = max(10, width - 2)
@@ -202,13 +195,11 @@ def _events(run: RunView) -> list[Text]:
 def _curves(run: RunView, width: int) -> list[Text]:
     room, lines = max(10, min(60, width - 44)), []
     curves = run.curves(most=100_000)
-    for name, shown in CURVES.items():
-        if name in curves:
-            values = curves[name][1]
-            line = _text(f"{shown:>16} ", "bright_black")
-            line.append(sparks(values, room), "cyan")
-            line.append(f" {values[-1]:,.5g}")
-            lines.append(line)
+    for name in filter(curves.__contains__, CURVES):
+        values = curves[name][1]
+        line = _text(f"{CURVES[name]:>16} ", "bright_black")
+        line.append(sparks(values, room), "cyan")
+        lines.append(line.append(f" {values[-1]:,.5g}"))
     return lines
 
 
@@ -228,11 +219,11 @@ def sparks(values: Sequence[float], width: int) -> str:
 
 
 def _console() -> Console:
-    """Return a console that bypasses the escaping of `show_only_visible`, so that colours are
-    shown. `_text` removes control characters that come from files."""
+    """Return a console that bypasses the escaping of `show_only_visible`, for colours. `_text`
+    escapes control characters that come from files."""
     return Console(file=beneath(sys.stdout), highlight=False)
 
 
 def _text(words: str, style: str = "") -> Text:
-    """Convert words of any origin to one line of `Text` without control characters or markup."""
+    """Convert words of any origin to a line of `Text` without control characters or markup."""
     return Text(visible(words, kept=""), style)

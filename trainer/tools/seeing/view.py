@@ -1,4 +1,4 @@
-"""Summarises a run for page and terminal, as plain values from its ledger, records and recipe."""
+"""Summarises a run for page and terminal, from its ledger, records and recipe."""
 
 import math
 import os
@@ -27,9 +27,9 @@ from elastic.record.reliability import (
     time_in_steps,
 )
 from trainer.recipe.strategies import MODEL_PARALLEL
-from trainer.recipe.yaml_tree import RecipeError, read_tree
-from trainer.tools.report.report import clock, unit_of
-from trainer.tools.seeing.event_texts import count_of, events_of, steps_lost
+from trainer.recipe.yaml_tree import RecipeError, flat, read_tree
+from trainer.tools.report.report import clock, count_of, unit_of
+from trainer.tools.seeing.event_texts import events_of, steps_lost
 from trainer.tools.seeing.ledger_view import LedgerView
 from trainer.tools.seeing.metric_columns import (
     MetricRecords,
@@ -59,18 +59,13 @@ class RunStatus:
 
 
 class RunView:
-    """A run that is read repeatedly.
-
-    Args:
-        path: run directory.
-    """
+    """A run that is read repeatedly."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, _name(path.resolve())
         self.ledger, self.records = LedgerView(path), MetricRecords(path)
         self.history: History
-        self.now = 0.0
-        self.samples_version = ""
+        self.now, self.samples_version = 0.0, ""
 
     def look(self) -> None:
         """Read new data. Raises LedgerError if the run has not started, or the path is no run."""
@@ -102,9 +97,8 @@ class RunView:
             # when a node joins or leaves, the ranks start again by themselves
             if how.kind in ("join", "leave") and silent < STARTING_SECONDS:
                 return RunStatus("waiting", f"waits for its nodes, for {clock(silent)}")
-            return RunStatus(
-                "paused" if how.kind in ("join", "leave", "asked") else "dead", how.text
-            )
+            paused = how.kind in ("join", "leave", "asked")
+            return RunStatus("paused" if paused else "dead", how.text)
         if not newest.steps:
             if silent < STARTING_SECONDS:
                 return RunStatus("starting", f"does its first step, for {clock(silent)}")
@@ -130,8 +124,7 @@ class RunView:
             rows.append(["validation loss", f"{validation[-1]:.4f}", change])
             perplexity = records.last("validation_perplexity")
             rows.append(["perplexity", _number(perplexity), f"lowest loss {validation.min():.4f}"])
-        steps = f"{history.step:,}"
-        rows.append(["step", steps, f"of {start.steps:,}" if start.steps else ""])
+        rows.append(["step", f"{history.step:,}", f"of {start.steps:,}" if start.steps else ""])
         if (left := self._seconds_left()) is not None:
             rows.append(["left", clock(left), "at the speed of the last steps"])
         unit = self.unit
@@ -154,7 +147,7 @@ class RunView:
 
     def facts(self) -> list[list[str]]:
         """Return (name, value) of the run's properties."""
-        start, recipe = self.history.attempts[-1].start, self.recipe()
+        start, recipe = self.history.attempts[-1].start, flat(self._recipe())
         computed_by = start.computed_by
         facts = [
             ["model", start.model],
@@ -219,26 +212,22 @@ class RunView:
         """Newest events, in order of time; see event_texts.py."""
         return events_of(self.history)[-SHOWN_EVENTS:]
 
-    def curves(self, most: int = POINTS, begin: int = 0) -> dict[str, list[list[float]]]:
-        """Return (steps, values) of each metric from record `begin` on, in about `most` points."""
-        steps = self.records.step[begin:]
+    def curves(
+        self, most: int = POINTS, chosen: slice | np.ndarray = slice(None)
+    ) -> dict[str, list[list[float]]]:
+        """Return (steps, values) of each metric in the chosen records, in about `most` points."""
+        steps = self.records.step[chosen]
         curves = {}
         for name in self.records.names():
-            x, y = thinned(steps, self.records.column(name)[begin:], most)
+            x, y = thinned(steps, self.records.column(name)[chosen], most)
             if len(x):
                 curves[name] = [_digits(x), _digits(y)]
         return curves
 
-    def stretch(self, low: float, high: float, most: int = POINTS) -> dict[str, list[list[float]]]:
-        """Return the curves of steps `low` to `high`, as `curves` does."""
+    def stretch(self, low: float, high: float) -> dict[str, list[list[float]]]:
+        """Return the curves of steps `low` to `high`."""
         steps = self.records.step
-        inside = (steps >= low) & (steps <= high)
-        curves = {}
-        for name in self.records.names():
-            x, y = thinned(steps[inside], self.records.column(name)[inside], most)
-            if len(x):
-                curves[name] = [_digits(x), _digits(y)]
-        return curves
+        return self.curves(chosen=(steps >= low) & (steps <= high))
 
     def more_curves(self) -> dict[str, list[list[float]]]:
         """Curves from the ledger: number of ranks, and seconds for which saves paused training."""
@@ -264,34 +253,21 @@ class RunView:
         and tokens. They ascend, for interpolation. `tokens` is empty if none are counted."""
         steps, count = self.records.step, len(self.records.step)
         chosen = np.unique(np.linspace(0, max(0, count - 1), min(count, most)).astype(int))
-        steps, up = steps[chosen], self._uptime(self.records.time[chosen])
+        up = times = self.records.time[chosen]
+        for begin, end in idle_spans(self.history):
+            up = up - (np.clip(times, begin, end) - begin)
+        up = np.maximum(up - self.history.attempts[0].began, 0.0)
         tokens = self.records.column("tokens")
         # records without a count, such as validations, take the previous count
         known = np.maximum.accumulate(np.nan_to_num(tokens, nan=0.0))[chosen]
         return {
-            "step": _digits(np.maximum.accumulate(steps)),
+            "step": _digits(np.maximum.accumulate(steps[chosen])),
             "time": _digits(np.maximum.accumulate(up)),
             "tokens": _digits(known, 9) if np.isfinite(tokens).any() else [],
         }
 
-    def _uptime(self, times: np.ndarray) -> np.ndarray:
-        """Convert Unix times to seconds since the run's first attempt began, without
-        `idle_spans`."""
-        idle = np.zeros_like(times)
-        for begin, end in idle_spans(self.history):
-            idle += np.clip(times, begin, end) - begin
-        return np.maximum(times - self.history.attempts[0].began - idle, 0.0)
-
-    def recipe(self) -> dict[str, Any]:
-        """Return the flat keys of recipe.yaml; empty if it is unreadable."""
-        return dict(_flat(self._shown_recipe()))
-
-    def recipe_text(self) -> str:
-        """Return recipe.yaml as text; empty if it is unreadable."""
-        tree = self._shown_recipe()
-        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True) if tree else ""
-
-    def _shown_recipe(self) -> dict[str, Any]:
+    def _recipe(self) -> dict[str, Any]:
+        """Return the sections of recipe.yaml that a page may show; {} if it is unreadable."""
         try:
             tree = read_tree(self.path / "recipe.yaml", kept=True)[0]
         except RecipeError:
@@ -305,11 +281,9 @@ class RunView:
         """Return the newest lines of the newest *.log in the run directory; without such a file,
         those of the ledger, except step lines."""
         with suppress(OSError):
+            logs = [one for one in self.path.glob("*.log") if one.is_file()]
             # Others may have put a link there, to a file that only this user can read.
-            logs = [
-                one for one in self.path.glob("*.log") if one.is_file() and not one.is_symlink()
-            ]
-            if logs:
+            if logs := [one for one in logs if not one.is_symlink()]:
                 newest = max(logs, key=lambda path: path.stat().st_mtime)
                 with os.fdopen(open_to_read(newest), "rb") as file:
                     file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
@@ -328,40 +302,42 @@ class RunView:
 
     def all(self, most: int = POINTS) -> dict[str, Any]:
         """Everything that a page shows, and the cursor for updates."""
-        state = self.status()
+        tree = self._recipe()
+        keys = flat(tree)
         return {
+            **self._current(),
+            **self._of_ledger(),
             "name": self.name,
-            "state": [state.name, state.text],
-            "now": self.now,
-            "card": self.card(),
-            "facts": self.facts(),
-            "proof": self.proof(),
-            "ribbon": self.ribbon(),
-            "events": self.events(),
-            "attempts": len(self.history.attempts),
             "curves": {**self.curves(most), **self.more_curves()},
-            "axis": self.axis(),
-            "clip": _positive(self.recipe().get("optimizer.clip_norm")),
+            "clip": _positive(keys.get("optimizer.clip_norm")),
             "samples": read_samples(self.path),
-            "log": self.log(),
-            "recipe": self.recipe_text(),
-            "keys": _shown_keys(self.recipe()),
-            "cursor": self.cursor(),
+            "recipe": yaml.safe_dump(tree, sort_keys=False, allow_unicode=True) if tree else "",
+            "keys": {key: str(value)[:200] for key, value in keys.items()},
         }
+
+    def _current(self) -> dict[str, Any]:
+        """Values that change with each step. `since` continues from the cursor."""
+        state = self.status()
+        cursor = {
+            "file": self._shown(), "since": self.records.offset, "seen": self.ledger.version,
+            "samples": self.samples_version,
+        }  # fmt: skip
+        return {
+            "state": [state.name, state.text], "now": self.now, "card": self.card(),
+            "proof": self.proof(), "axis": self.axis(), "cursor": cursor,
+        }  # fmt: skip
+
+    def _of_ledger(self) -> dict[str, Any]:
+        """Values that change with ledger lines other than step lines."""
+        return {
+            "ribbon": self.ribbon(), "events": self.events(), "facts": self.facts(),
+            "attempts": len(self.history.attempts), "log": self.log(),
+        }  # fmt: skip
 
     def _shown(self) -> str:
         """A text that changes when a page may show records that have left the lineage of the
         newest attempt."""
         return f"{self.records.inode}-{len(self.history.attempts)}"
-
-    def cursor(self) -> dict[str, Any]:
-        """Position from which `since` continues."""
-        return {
-            "file": self._shown(),
-            "since": self.records.offset,
-            "seen": self.ledger.version,
-            "samples": self.samples_version,
-        }
 
     def since(self, file: str, offset: int, seen: str, samples: str) -> dict[str, Any]:
         """Return what is new after a cursor. Return everything if the page may show records that
@@ -370,32 +346,18 @@ class RunView:
         records = self.records
         if file != self._shown() or not 0 <= offset <= records.offset:
             return {**self.all(), "restart": True}
-        state = self.status()
-        update: dict[str, Any] = {
-            "state": [state.name, state.text],
-            "now": self.now,
-            "card": self.card(),
-            "proof": self.proof(),
-            "curves": self.curves(begin=records.after(offset)),
-            "axis": self.axis(),
-            "cursor": self.cursor(),
-        }
-        ribbon = self.ribbon()
-        update["last"] = ribbon[-1:]
+        curves = self.curves(chosen=slice(records.after(offset), None))
+        update = {**self._current(), "curves": curves, "last": self.ribbon()[-1:]}
         if seen != self.ledger.version:
-            update |= {
-                "ribbon": ribbon, "events": self.events(), "facts": self.facts(),
-                "attempts": len(self.history.attempts), "log": self.log(),
-                "more": self.more_curves(),
-            }  # fmt: skip
+            update |= {**self._of_ledger(), "more": self.more_curves()}
         if samples != self.samples_version:
             update["samples"] = read_samples(self.path)
         return update
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunView]:
-    """Views of runs; names include the parent folder if the last folders' names are equal. Raises
-    LedgerError if a run has not started, or a path is no run."""
+    """Return views of runs. Their names are those of the folders, with the parent folder if two are
+    equal. Raises LedgerError if a run has not started, or a path is no run."""
     runs = [RunView(path) for path in paths]
     for run in runs:
         run.look()
@@ -430,20 +392,6 @@ def _strategy(recipe: Mapping[str, Any]) -> str:
             words.append(f"{key}={recipe[f'strategy.{key}']}")
     words.append(str(recipe.get("precision.dtype", "")))
     return " ".join(filter(None, words))
-
-
-def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    if isinstance(tree, dict) and tree:
-        return [
-            pair
-            for key, value in tree.items()
-            for pair in _flat(value, f"{prefix}.{key}" if prefix else str(key))
-        ]
-    return [(prefix, tree)] if prefix else []
-
-
-def _shown_keys(recipe: Mapping[str, Any]) -> dict[str, str]:
-    return {key: str(value)[:200] for key, value in recipe.items()}
 
 
 def _positive(value: Any) -> float | None:
