@@ -1,6 +1,7 @@
 """trace.jsonl, which `checkpoint.trace` writes: read it, check it, draw it."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,9 +171,11 @@ def _chart(counts: Sequence[tuple[float, int]], limit: int, x: Scale, top: float
 
 def _axis(length: float, x: Scale, origin: float, y: float) -> Iterator[str]:
     yield svg.line(LEFT, y, WIDTH - RIGHT, y, stroke=svg.LINE)
-    for mark in svg.ticks(0, length, 10):
-        if mark <= length:
-            place = x(origin + mark)
-            yield svg.line(place, y, place, y + 4, stroke=svg.LINE)
-            yield svg.label(place, y + 18, f"{mark:g}", anchor="middle", color=svg.SOFT)
+    # a round number of seconds that gives at most ten marks
+    power = 10.0 ** math.floor(math.log10(length / 10))
+    each = next(n * power for n in (1, 2, 2.5, 5, 10) if n * power >= length / 10 * 0.999)
+    for number in range(math.floor(length / each + 1e-9) + 1):
+        place = x(origin + number * each)
+        yield svg.line(place, y, place, y + 4, stroke=svg.LINE)
+        yield svg.label(place, y + 18, f"{number * each:g}", anchor="middle", color=svg.SOFT)
     yield svg.label(WIDTH - RIGHT, y + 34, "seconds", anchor="end", color=svg.SOFT)

@@ -29,30 +29,18 @@ def add_compare_command(commands: Commands) -> None:
     what = "train a recipe for a few steps under every strategy, and show what each costs"
     compare = add_command(commands, "compare", what, COMPARE_EXAMPLES)
     add_recipe(compare)
-    compare.add_argument(
-        "--strategies", metavar="NAME,…", help="strategies to train (default: all that make sense)"
-    )
-    compare.add_argument(
-        "--steps", type=at_least(2), default=20, metavar="N", help="timed steps (default 20)"
-    )
-    compare.add_argument(
-        "--nproc",
-        type=at_least(1),
-        metavar="N",
-        help="ranks (default: one per GPU; without GPUs 2)",
-    )
-    compare.add_argument("--out", type=local_path, metavar="DIR", help="default <run.dir>-compare")
+    add = compare.add_argument
+    add("--strategies", metavar="NAME,…", help="strategies to train (default: all that make sense)")
+    add("--steps", type=at_least(2), default=20, metavar="N", help="timed steps (default 20)")
+    what = "ranks (default: one per GPU; without GPUs 2)"
+    add("--nproc", type=at_least(1), metavar="N", help=what)
+    add("--out", type=local_path, metavar="DIR", help="default <run.dir>-compare")
     compare.set_defaults(run=_compare)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
     from trainer.run.preflight import default_ranks
-    from trainer.tools.compare.compare import (
-        INTERRUPTED,
-        TOLERANCE,
-        problems,
-        run_comparison,
-    )
+    from trainer.tools.compare.compare import INTERRUPTED, TOLERANCE, problems, run_comparison
     from trainer.tools.compare.compared_strategies import DEFAULT
     from trainer.tools.compare.comparison_report import conditions, parts_table, table, write_report
     from trainer.tools.torchrun import stop_on_sigterm
@@ -63,14 +51,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     out = (arguments.out or Path(f"{local_run(recipe.run.dir)}-compare")).absolute()
     stop_on_sigterm()
     try:
-        outcomes = run_comparison(
-            arguments.recipe,
-            arguments.overrides,
-            list(dict.fromkeys(names)),
-            ranks=ranks,
-            steps=arguments.steps,
-            out=out,
-        )
+        words = arguments.recipe, arguments.overrides, list(dict.fromkeys(names))
+        outcomes = run_comparison(*words, ranks=ranks, steps=arguments.steps, out=out)
     except KeyboardInterrupt:
         print("interrupted before the first strategy ran")
         return EXIT_INTERRUPTED

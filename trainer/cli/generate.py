@@ -38,11 +38,8 @@ SAMPLING = {
 
 def add_generate_command(commands: Commands) -> None:
     generate = add_command(commands, "generate", "continue a text", GENERATE_EXAMPLES)
-    generate.add_argument(
-        "checkpoint",
-        type=run_place,
-        help="run or checkpoint (directory or s3://…), or Hugging Face directory",
-    )
+    what = "run or checkpoint (directory or s3://…), or Hugging Face directory"
+    generate.add_argument("checkpoint", type=run_place, help=what)
     generate.add_argument("--prompt", required=True, help="text to continue")
     add_step(generate.add_argument)
     _add_sampling(generate)
@@ -52,30 +49,20 @@ def add_generate_command(commands: Commands) -> None:
 def add_eval_command(commands: Commands) -> None:
     what = "sample from checkpoints of a run, or evaluate them on tasks, into a JSON Lines file"
     command = add_command(commands, "eval", what, EVAL_EXAMPLES)
-    command.add_argument("run_directory", type=local_path, metavar="RUN", help="run directory")
+    add = command.add_argument
+    add("run_directory", type=local_path, metavar="RUN", help="run directory")
     inputs = command.add_mutually_exclusive_group(required=True)
     inputs.add_argument("--prompts", type=local_path, metavar="FILE", help="texts to continue")
     inputs.add_argument("--tasks", metavar="NAME,…", help="tasks of lm-evaluation-harness")
-    command.add_argument(
-        "--include-path", type=local_path, metavar="DIR", help="folder of your own tasks"
-    )
-    command.add_argument(
-        "--limit", type=at_least(1), metavar="N", help="evaluate N documents of each task"
-    )
-    command.add_argument(
-        "--out",
-        type=local_path,
-        metavar="FILE",
-        help="file to append to (default: RUN/samples.jsonl, or RUN/tasks.jsonl for tasks)",
-    )
+    add("--include-path", type=local_path, metavar="DIR", help="folder of your own tasks")
+    add("--limit", type=at_least(1), metavar="N", help="evaluate N documents of each task")
+    what = "file to append to (default: RUN/samples.jsonl, or RUN/tasks.jsonl for tasks)"
+    add("--out", type=local_path, metavar="FILE", help=what)
     which = command.add_mutually_exclusive_group()
     add_step(which.add_argument)
-    which.add_argument(
-        "--follow",
-        action="store_true",
-        help="evaluate every checkpoint as it is committed, until training ends",
-    )
-    command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
+    what = "evaluate every checkpoint as it is committed, until training ends"
+    which.add_argument("--follow", action="store_true", help=what)
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if available")
     _add_sampling(command)
     command.set_defaults(run=_eval)
 
@@ -104,7 +91,6 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _say(directory: Any, arguments: argparse.Namespace) -> int:
-    """Print a prompt and the text that the model in a directory generates after it."""
     import torch  # slow to import; not needed for wrong paths
 
     from trainer.tools.generate import generate
@@ -155,23 +141,22 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _of_prompts(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any], Any]:
-    """Return what `add_lines` needs to write samples: (noun for messages, keys of the lines,
-    function that makes lines)."""
+    """Return (noun for messages, keys of the lines to write, function that makes the lines)."""
     from trainer.tools.eval_lines import read_prompts, samples
     from trainer.tools.generate import GenerateError, Sampling
 
-    for option in ("include_path", "limit"):
-        if getattr(arguments, option) is not None:
-            flag = "--" + option.replace("_", "-")
-            raise GenerateError(f"{flag}: works only with --tasks; remove it")
+    for option, value in (
+        ("--include-path", arguments.include_path),
+        ("--limit", arguments.limit),
+    ):
+        if value is not None:
+            raise GenerateError(f"{option}: works only with --tasks; remove it")
     given = {name: value for name, value in vars(arguments).items() if name in SAMPLING}
     wanted = [{"prompt": prompt} for prompt in read_prompts(arguments.prompts)]
     return "sample", wanted, samples(Sampling(**given), device, arguments.family)
 
 
 def _of_tasks(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any], Any]:
-    """Return what `add_lines` needs to write task results: (noun for messages, keys of the lines,
-    function that makes lines)."""
     from trainer.tools.generate import GenerateError
 
     if given := [name for name in SAMPLING if name in arguments]:

@@ -22,24 +22,25 @@ examples:
 Needs neither GPU nor data. Memory is predicted from the code that trains; seconds are a roofline.
 exit codes: 0 a strategy fits; 1 no strategy fits; 2 wrong recipe or machine
 """
+LIMITS = ("net", "storage", "memory", "disk", "tflops")
+"""Options that are arguments of `describe_machine`."""
 
 
 def add_plan_command(commands: Commands) -> None:
     what = "predict which strategies fit given GPUs, and their cost, before renting the GPUs"
     plan = add_command(commands, "plan", what, PLAN_EXAMPLES)
     add_recipe(plan)
-    plan.add_argument("--gpus", required=True, help="GPUs of one node: 8xH100, 1xRTX4090, 8x80GB")
-    plan.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default 1)")
-    plan.add_argument("--net", metavar="RATE", help="network rate of one node: 400Gb/s")
-    plan.add_argument("--storage", metavar="RATE", help="write rate for checkpoints: 2GB/s")
-    plan.add_argument("--host-memory", metavar="SIZE", help="host memory of one node: 2TB")
-    plan.add_argument("--disk", metavar="SIZE", help="local disk of one node: 8TB")
-    plan.add_argument("--tflops", type=float, metavar="X", help="dense peak TFLOP/s of one GPU")
-    plan.add_argument(
-        "--price", type=float, metavar="X", help="price of one GPU for an hour, in any currency"
-    )
-    plan.add_argument("--all", action="store_true", help="show a line for each micro-batch")
-    plan.add_argument("--json", type=local_path, metavar="FILE", help="write all figures")
+    add = plan.add_argument
+    add("--gpus", required=True, help="GPUs of one node: 8xH100, 1xRTX4090, 8x80GB")
+    add("--nodes", type=int, default=1, metavar="N", help="nodes (default 1)")
+    add("--net", metavar="RATE", help="network rate of one node: 400Gb/s")
+    add("--storage", metavar="RATE", help="write rate for checkpoints: 2GB/s")
+    add("--host-memory", dest="memory", metavar="SIZE", help="host memory of one node: 2TB")
+    add("--disk", metavar="SIZE", help="local disk of one node: 8TB")
+    add("--tflops", type=float, metavar="X", help="dense peak TFLOP/s of one GPU")
+    add("--price", type=float, metavar="X", help="price of one GPU for an hour, in any currency")
+    add("--all", action="store_true", help="show a line for each micro-batch")
+    add("--json", type=local_path, metavar="FILE", help="write all figures")
     plan.set_defaults(run=_plan)
 
 
@@ -68,16 +69,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     # Checked first, so that a recipe that cannot be planned is reported before wrong options.
     check_plannable(recipe)
     recipe = _in_steps(recipe)
-    machine = describe_machine(
-        arguments.gpus,
-        arguments.nodes,
-        recipe.precision.dtype,
-        net=arguments.net,
-        storage=arguments.storage,
-        memory=arguments.host_memory,
-        disk=arguments.disk,
-        tflops=arguments.tflops,
-    )
+    limits = {name: getattr(arguments, name) for name in LIMITS}
+    machine = describe_machine(arguments.gpus, arguments.nodes, recipe.precision.dtype, **limits)
     if arguments.price is not None and not 0 < arguments.price < math.inf:
         raise RecipeError(f"--price: must be above 0, but it is {arguments.price}")
     plan = make_plan(recipe, machine, "cpu" if recipe.run.device == "cpu" else "cuda")

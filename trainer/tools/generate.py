@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from checkpointing import load_model
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
@@ -36,11 +35,8 @@ class GenerateError(ValueError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. The fields have the meaning of `generate`'s arguments.
-
-    Raises:
-        GenerateError: a number is out of range.
-    """
+    """How tokens are drawn. `generate` describes the fields. Raises GenerateError if a number is
+    out of range."""
 
     max_new_tokens: int = 64
     temperature: float = 0.8
@@ -67,14 +63,13 @@ def generate(
     device: str | torch.device = "cpu",
     family: str | None = None,
 ) -> Iterator[str]:
-    """Continue `prompt`, yielding text as tokens are drawn.
+    """Load a model, and return an iterator over the text with which it continues `prompt`.
 
     Args:
         checkpoint_dir: directory with config.json, tokenizer.json and safetensors; or an adapter,
             whose adapter_config.json has the directory of the base model.
-        prompt: text, in which special tokens may be spelled out; sampling from an empty prompt
-            starts after the tokens that the tokenizer puts before a text, or after an
-            end-of-document token.
+        prompt: text, which may contain special tokens such as <|im_start|>. An empty prompt means
+            the tokens that the tokenizer puts before a text, else an end-of-document token.
         max_new_tokens: upper limit; sampling ends earlier at an end-of-document token or at the
             model's max_position_embeddings.
         temperature: divides the logits; 0 takes the likeliest token.
@@ -82,10 +77,6 @@ def generate(
         seed: seed of the draws, which happen on the CPU for every device.
         device: device of the model.
         family: `model.family` of the recipe that trained the model.
-
-    Returns:
-        An iterator over the pieces of the continuation, without the prompt. It is returned after
-        all checks, and with the model loaded.
 
     Raises:
         GenerateError: no checkpoint, no tokenizer, no such device, an argument out of range, or a
@@ -107,8 +98,7 @@ def continuations(
     device: str | torch.device = "cpu",
     family: str | None = None,
 ) -> list[Iterator[str]]:
-    """Load a model once, and return for each prompt an iterator over the pieces of its
-    continuation; see `generate`."""
+    """Like `generate`, for several prompts: the model is loaded once."""
     opened = open_model(checkpoint_dir, device=device, family=family)
     encoded = [_encode(prompt, opened) for prompt in prompts]
     return [_decode_pieces(opened.tokenizer, ids, opened.new_ids(ids, sampling)) for ids in encoded]
@@ -136,8 +126,13 @@ class OpenedModel:
             with torch.inference_mode():
                 # Only the last position determines the next token; logits of all would be (T, V).
                 logits = self.model.head(self.model.hidden(ids)[0, -1]).float().cpu()
-            logits = logits[: self.tokenizer.get_vocab_size()]  # the rest is padding
-            token = draw(logits, sampling.temperature, sampling.top_k, generator)
+            logits = logits[: self.tokenizer.get_vocab_size()]  # further rows are padding
+            if sampling.temperature == 0:
+                token = int(logits.argmax())
+            else:
+                values, known = logits.topk(min(sampling.top_k or len(logits), len(logits)))
+                likely = (values / sampling.temperature).softmax(dim=0)
+                token = int(known[torch.multinomial(likely, 1, generator=generator)])
             if token in self.eos_ids:
                 return
             yield token
@@ -155,8 +150,7 @@ def open_model(
     directory = Path(checkpoint_dir)
     base = base_of(directory) if (directory / ADAPTER_CONFIG).is_file() else directory
     _check_directory(base)
-    known = find_family(family) if family else None
-    model = empty_model(base, known)
+    model = empty_model(base, find_family(family) if family else None)
     tokenizer = _read_tokenizer(directory, model.vocab_size)
     beside = [base / CONFIG, directory / GENERATION_CONFIG]
     eos_ids = stop_ids(
@@ -165,13 +159,12 @@ def open_model(
     load_weights(model, base, device)
     if base is not directory:
         with open_source(directory) as source, open_adapter(source) as adapter:
-            add_to(model, adapter)
+            _merge(model, adapter)
     return OpenedModel(directory, model, tokenizer, eos_ids, model.most_positions or sys.maxsize)
 
 
 def _encode(prompt: str, opened: OpenedModel) -> list[int]:
-    """Tokenize a prompt as `perdure data prepare` tokenizes the beginning of a document. Raises
-    GenerateError if the prompt has no tokens, or fills the model's context."""
+    """Tokenize a prompt as `perdure data prepare` tokenizes the beginning of a document."""
     tokenizer, where, limit = opened.tokenizer, opened.directory, opened.limit
     prompt_ids = [*start_ids(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False).ids]
     prompt_ids = prompt_ids or opened.eos_ids[:1]
@@ -186,9 +179,8 @@ def _encode(prompt: str, opened: OpenedModel) -> list[int]:
 
 
 def empty_model(directory: Path, family: Family | None = None) -> TextModel:
-    """Build the model of a checkpoint directory on the meta device: with Perdure's code if its
-    family has any, otherwise with that of transformers. Raises ConfigError or RecipeError if
-    neither implements the architecture."""
+    """Build the model of a checkpoint directory on the meta device: with Perdure's code for its
+    family, else with that of transformers. Raises ConfigError or RecipeError if neither exists."""
     try:
         architecture = read_config(directory, family)
     except NotOursError as error:
@@ -224,9 +216,8 @@ def load_weights(model: TextModel, directory: Path, device: torch.device) -> Non
 
 
 @torch.no_grad()
-def add_to(model: TextModel, adapter: StoredAdapter) -> None:
-    """Merge an adapter into the weights of a model, in place, in float32. Raises GenerateError if
-    the adapter belongs to another model."""
+def _merge(model: TextModel, adapter: StoredAdapter) -> None:
+    """Merge an adapter into the weights of a model, in place, in float32."""
     named = dict(model.named_parameters())
     for name in (*adapter.tensors.pairs, *adapter.tensors.whole):
         weight, shape = named.get(name), adapter.shape_of(name)
@@ -243,20 +234,10 @@ def add_to(model: TextModel, adapter: StoredAdapter) -> None:
             weight.copy_(torch.addmm(adapter.under(weight), b, a))
 
 
-def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """Draw one token id from logits (V,)."""
-    if temperature == 0:
-        return int(logits.argmax())
-    values, ids = logits.topk(min(top_k or len(logits), len(logits)))
-    chosen = torch.multinomial((values / temperature).softmax(dim=0), 1, generator=generator)
-    return int(ids[chosen])
-
-
 def _decode_pieces(
     tokenizer: Tokenizer, prompt_ids: list[int], new_ids: Iterator[int]
 ) -> Iterator[str]:
-    """Yield the text that each new token adds. A character split over tokens is held back until its
-    last byte."""
+    """Yield the text that each new token adds, but no incomplete character."""
     ids = list(prompt_ids)
     shown = len(tokenizer.decode(ids))
     for token in new_ids:

@@ -22,8 +22,8 @@ from trainer.tools.scratch import scratch_folder
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0
-"""Seconds between two updates of the copy of a run that is followed."""
+FOLLOW_SECONDS = 5.0
+"""Seconds between two updates of the copy of a run."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,8 @@ class LocalRun:
 def local_runs(
     runs: Sequence[Path | ObjectPath], *, follow: bool = False
 ) -> Iterator[list[LocalRun]]:
-    """Yield a local directory for each run: the run itself, or a copy of it.
-
-    Args:
-        runs: directories, or folders of buckets.
-        follow: whether to keep copies up to date. A run in a bucket may then start later.
+    """Yield a local directory for each run: the run itself, or a copy if it is in a bucket. With
+    `follow`, copies are kept up to date, and runs may start later.
 
     Raises:
         LedgerError: without `follow`, a run in a bucket has not started.
@@ -76,7 +73,7 @@ def _following(copies: Sequence[BucketRecordCopy]) -> Iterator[None]:
 
     def follow() -> None:
         failing = False
-        while not end.wait(LOOK_SECONDS):
+        while not end.wait(FOLLOW_SECONDS):
             try:
                 for copy in copies:
                     copy.refresh()
@@ -111,15 +108,9 @@ def local_folder(folder: ObjectPath) -> Iterator[Path]:
 
 @contextmanager
 def local_model(path: ObjectPath, step: StepChoice = None) -> Iterator[Path]:
-    """Yield a directory with the model of a checkpoint in a bucket; every byte is checked.
-
-    Args:
-        path: a run, a directory of checkpoints, or a checkpoint.
-        step: selects a checkpoint of a run.
-
-    Raises:
-        CheckpointError: the checkpoint is missing or damaged, or the store does not answer.
-    """
+    """Yield a directory with the model of a checkpoint in a bucket; every byte is checked. `path`
+    may also be a run, of which `step` selects a checkpoint. Raises CheckpointError if the
+    checkpoint is missing or damaged, or the store does not answer."""
     found = open_step(find_checkpoint(path, step))
     storage = storage_of(found.path)
     with scratch_folder() as scratch:

@@ -16,7 +16,7 @@ from trainer.recipe import Strategy
 from trainer.recipe.strategies import sizes
 from trainer.text import table
 
-SOURCES = {
+COLUMN_SOURCES = {
     "activ": "trace",
     **dict.fromkeys(("params", "grads", "optim", "host", "comm"), "shapes"),
     **dict.fromkeys(("peak", "transient"), "both"),
@@ -39,10 +39,9 @@ PEAK_PHASES = {
 def plan_text(
     plan: Plan, command: str, *, everything: bool = False, price: float | None = None
 ) -> str:
-    """Format the tables, the recommendation, and the assumptions behind them.
+    """Format a plan: tables, recommendation, and the assumptions behind the figures.
 
     Args:
-        plan: result of `make_plan`.
         command: `perdure train RECIPE …`, to which overrides are added.
         everything: show every micro-batch and way to reduce, rather than the best ones only.
         price: price of one GPU for an hour, in any currency.
@@ -72,34 +71,23 @@ def _merged(candidates: Sequence[Candidate]) -> list[tuple[list[str], Candidate]
     pairs."""
     groups: list[tuple[list[str], Candidate]] = []
     for candidate in candidates:
+        label = candidate.label.replace(", ", " +").removesuffix(" offload")  # ZeRO-3 +CPU
         for labels, first in groups:
-            if _equal_figures(candidate, first):
-                labels.append(_short(candidate.label))
+            if _figures(candidate) == _figures(first):
+                labels.append(label)
                 break
         else:
-            groups.append(([_short(candidate.label)], candidate))
+            groups.append(([label], candidate))
     return groups
 
 
-def _equal_figures(one: Candidate, other: Candidate) -> bool:
-    ways = [
-        (
-            candidate.recipe.strategy.activation_checkpointing,
-            candidate.recipe.strategy.reduce_every_pass,
-            candidate.prediction,
-        )
-        for candidate in (one, other)
-    ]
-    return ways[0] == ways[1]
-
-
-def _short(label: str) -> str:
-    """Shorten a label: "ZeRO-3 +CPU" for ZeRO-3, CPU offload."""
-    return label.replace(", ", " +").removesuffix(" offload")
+def _figures(candidate: Candidate) -> tuple[object, ...]:
+    strategy = candidate.recipe.strategy
+    return strategy.activation_checkpointing, strategy.reduce_every_pass, candidate.prediction
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Format rows as a table, without columns that have no figures."""
+    # without columns that have no figures
     columns = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
     cells = [columns, *([row[name] for name in columns] for row in rows)]
     # the first two columns are words: strategy and recomputation
@@ -127,7 +115,6 @@ def _machine(plan: Plan) -> str:
 
 
 def _name(labels: Sequence[str], candidate: Candidate) -> dict[str, str]:
-    """First cells of a candidate's row, equal in the tables of speed and of memory."""
     p, strategy = candidate.prediction, candidate.recipe.strategy
     between = " … " if len(labels) > 2 else ", "
     return {
@@ -199,29 +186,20 @@ def _advice(plan: Plan, command: str, price: float | None) -> str:
     best = plan.best
     if best is None:
         least = min(plan.candidates, key=lambda c: c.prediction.peak)
-        lines = [
+        text = (
             f"Nothing fits with {ROOM:.0%} room. {least.label} with recompute "
             f"{least.recipe.strategy.activation_checkpointing} needs least: "
             f"{_gb(least.prediction.peak)} GB, most of it "
-            f"{PEAK_PHASES[least.prediction.peak_phase]}, and on each node {_node(least)}."
-        ]
-        if plan.enough_nodes:
-            lines.append(_more_nodes(plan))
-        else:
-            lines.append("Use larger GPUs, shorter sequences (data.seq_len), or a smaller model.")
-        return _fill(" ".join(lines))
-    p = best.prediction
-    settings = recommended(best)
-    yaml = [
-        "batch:",
-        f"  micro_batch: {settings['batch']['micro_batch']}",
-        "strategy:",
-        *(f"  {key}: {_yaml(value)}" for key, value in settings["strategy"].items()),
-    ]
-    flow = ", ".join(f"{key}: {_yaml(value)}" for key, value in settings["strategy"].items())
-    overrides = shlex.join(
-        [f"batch.micro_batch={settings['batch']['micro_batch']}", f"strategy={{{flow}}}"]
-    )
+            f"{PEAK_PHASES[least.prediction.peak_phase]}, and on each node {_node(least)}. "
+        )
+        cure = "Use larger GPUs, shorter sequences (data.seq_len), or a smaller model."
+        return _fill(text + (_more_nodes(plan) if plan.enough_nodes else cure))
+    p, settings = best.prediction, recommended(best)
+    size = settings["batch"]["micro_batch"]
+    strategy = [f"{key}: {_yaml(value)}" for key, value in settings["strategy"].items()]
+    yaml = ["batch:", f"  micro_batch: {size}", "strategy:", *(f"  {line}" for line in strategy)]
+    flow = f"strategy={{{', '.join(strategy)}}}"
+    overrides = shlex.join([f"batch.micro_batch={size}", flow])
     return "\n".join(
         [
             _fill(
@@ -249,9 +227,8 @@ def _whole_run(plan: Plan, best: Candidate, price: float | None) -> str:
     if not bill:
         return _fill(f"{plan.recipe.run.length}: hours are unknown, as the data are not here.")
     cost = f", which cost {_count(bill['cost'])} at {price:g} each" if "cost" in bill else ""
-    once = ""
-    if plan.recipe.objective.referenced:
-        once = " the reference (forward once over all pairs, at the first start),"
+    reference = " the reference (forward once over all pairs, at the first start),"
+    once = reference if plan.recipe.objective.referenced else ""
     return _fill(
         f"run.steps={plan.recipe.run.steps} then takes {_count(bill['hours'])} hours: "
         f"{_count(bill['gpu_hours'])} GPU hours{cost}. Starts,{once} validation and failures come "
@@ -273,12 +250,10 @@ def _remarks(plan: Plan) -> list[str]:
 def _placements(plan: Plan, best: Candidate) -> list[str]:
     """Describe which ranks share a node and what crosses nodes, for the recipe as written and for
     the best candidate."""
-    lines = []
+    lines, machine = [], plan.machine
     for what, candidate in (("of the recipe as it is", plan.own), (f"of {best.label}", best)):
-        strategy = candidate.recipe.strategy
         refused = candidate is plan.own and bool(plan.refused or plan.own is best)
-        if not refused and max(sizes(strategy).values()) > 1:
-            machine = plan.machine
+        if not refused and max(sizes(candidate.recipe.strategy).values()) > 1:
             where = placement(candidate.recipe, machine.world_size, machine.gpus_per_node)
             lines.append(f"Placement {what}: {where}.")
     return lines
@@ -313,10 +288,7 @@ def recommended(candidate: Candidate) -> dict[str, Any]:
         if (value := getattr(candidate.recipe.strategy, field.name)) != field.default
         or field.name == "name"
     }
-    return {
-        "batch": {"micro_batch": candidate.recipe.batch.micro_batch},
-        "strategy": strategy,
-    }
+    return {"batch": {"micro_batch": candidate.recipe.batch.micro_batch}, "strategy": strategy}
 
 
 def _yaml(value: Any) -> str:
@@ -358,8 +330,8 @@ def assumptions(plan: Plan) -> list[str]:
     """Sentences about the assumptions behind the figures."""
     machine = plan.machine
     columns = {
-        source: ", ".join(name for name, origin in SOURCES.items() if origin == source)
-        for source in dict.fromkeys(SOURCES.values())
+        source: ", ".join(name for name, origin in COLUMN_SOURCES.items() if origin == source)
+        for source in dict.fromkeys(COLUMN_SOURCES.values())
     }
     lines = [
         "Where figures come from: "

@@ -1,10 +1,7 @@
 """Continues the prompts of `run.samples` from a run's checkpoints: `python -m
-trainer.tools.run_samples RUN_DIRECTORY STEPS`, a companion process of rank 0, as trackers are
-(trainer/run/trackers.py). A checkpoint in a bucket is first copied into a temporary directory.
-
-It writes the same lines as `perdure eval`, with the same random draws at each step. So texts of two
-steps differ only by the weights.
-"""
+trainer.tools.run_samples RUN_DIRECTORY STEPS`, a companion process of rank 0, like trackers
+(trainer/run/trackers.py). It writes the same lines as `perdure eval`. The random draws are the same
+at each step, so texts of two steps differ only by the weights."""
 
 import math
 import sys
@@ -12,7 +9,6 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from checkpointing.errors import CheckpointError
@@ -22,15 +18,15 @@ from checkpointing.storage.place import ObjectPath, location
 from checkpointing.storage.steps import list_steps, storage_of
 from elastic.node.companion import until_input_ends
 from trainer.recipe import load_recipe
-from trainer.run.trackers import SAMPLES, Tracker, describe_failure, mark_of, persist
+from trainer.run.trackers import SAMPLES, describe_failure, mark_of, persist
 
 LOOK_SECONDS = 5.0
-"""Seconds between two lists of checkpoints in a bucket."""
+"""Least seconds between two listings of the checkpoints in a bucket."""
 
 
 def due(committed: Collection[int], sampled: Collection[int], every: int, last: int) -> list[int]:
-    """Return the committed steps whose checkpoints should continue the prompts, newest first: the
-    first saved step at or after each validation pass, and the last step of the run.
+    """Return the steps whose checkpoints should continue the prompts, newest first: the first saved
+    step at or after each validation pass, and the last step of the run.
 
     Args:
         committed: steps whose checkpoints exist.
@@ -47,9 +43,8 @@ def due(committed: Collection[int], sampled: Collection[int], every: int, last: 
 def continue_prompts(
     run_dir: Path, last: int, ended: threading.Event, position: float
 ) -> Iterator[float]:
-    """Write the samples of one checkpoint per iteration. The newest checkpoint comes first, because
-    older ones can wait. Yield a number that grows whenever samples were written. If the run is in a
-    bucket, its samples are stored there, too.
+    """Write the samples of one checkpoint per iteration, newest checkpoint first. If the run is in
+    a bucket, its samples are stored there, too.
 
     Args:
         run_dir: absolute path of the run's directory on this machine.
@@ -57,16 +52,16 @@ def continue_prompts(
         ended: set when there will be no more checkpoints.
         position: initial number.
 
+    Yields:
+        `position` plus the number of sampled checkpoints.
+
     Raises:
         GenerateError: a prompt does not fit the model, or the file cannot be written.
         CheckpointError, ConfigError: the model cannot be loaded.
     """
     recipe = load_recipe(run_dir / "recipe.yaml", kept=True)
-    directory = location(
-        recipe.checkpoint_directory
-        if recipe.in_bucket
-        else recipe.checkpoint.directory or run_dir / "checkpoints"
-    )
+    own = recipe.checkpoint.directory or run_dir / "checkpoints"
+    directory = location(recipe.checkpoint_directory if recipe.in_bucket else own)
     looked, stored = -math.inf, 0
     every = recipe.run.evaluate_every or 1
     wanted = [{"prompt": prompt} for prompt in recipe.run.samples]
@@ -111,20 +106,9 @@ def continue_prompts(
         yield position
 
 
-def begin(run_dir: Path, last: int, ended: threading.Event, position: float) -> Tracker:
-    """Return a tracker: the iterator of `continue_prompts`, and a closing function that does
-    nothing."""
-    return continue_prompts(run_dir, last, ended, position), lambda: None
-
-
 def main(directory: str, last: str) -> None:
-    """Run this module as a program: continue prompts until standard input ends, that is, until rank
-    0 ends.
-
-    Args:
-        directory: run directory, absolute.
-        last: last step of the run.
-    """
+    """Continue prompts until standard input ends, that is, until rank 0 ends. `directory` is the
+    run directory, absolute; `last` the last step of the run."""
     ended = until_input_ends(niceness=19)
     with suppress(OSError):
         # the kernel should kill this process, which loads a large model, before a rank
@@ -132,7 +116,7 @@ def main(directory: str, last: str) -> None:
     run_dir = Path(directory)
     persist(
         mark_of(run_dir, "samples"),
-        partial(begin, run_dir, int(last), ended),
+        lambda position: (continue_prompts(run_dir, int(last), ended, position), lambda: None),
         ended,
         lambda error: describe_failure("run.samples", error),
         lambda error: isinstance(error, OSError | CheckpointError),

@@ -1,5 +1,5 @@
-"""Temporary folders of commands. A command that is killed cannot delete its folder, so the next
-command does. Imports no torch."""
+"""Temporary folders of commands. A killed command cannot delete its folder, so the next command
+does. Imports no torch."""
 
 import shutil
 import tempfile
@@ -11,19 +11,14 @@ from checkpointing.storage.folders import LockedFolder, hold
 from trainer.recipe import RecipeError
 
 PREFIX = "perdure-scratch-"
-"""Prefix of the names of scratch folders, in the temporary directory."""
 TRIES = 3
 """Attempts to lock a new folder, which another command may find and delete first."""
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Yield an empty folder, and delete it afterwards. Folders that killed commands of this user
-    have left are deleted first.
-
-    Raises:
-        RecipeError: the temporary directory cannot be written.
-    """
+    """Yield an empty folder, and delete it afterwards. First delete the folders that killed
+    commands of this user have left. Raises RecipeError if no folder can be created."""
     try:
         for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
             if lock := hold(left):
@@ -40,8 +35,8 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _locked_folder() -> tuple[Path, LockedFolder | None]:
-    """Create a folder. Its lock shows other commands that the folder is in use. Where files cannot
-    be locked, the lock is None, and no command deletes a folder of another."""
+    """Create a folder, with a lock that shows other commands that the folder is in use. The lock is
+    None where files cannot be locked; no command then deletes a folder of another."""
     for _ in range(TRIES):
         path = Path(tempfile.mkdtemp(prefix=PREFIX))
         if lock := hold(path):

@@ -1,6 +1,5 @@
 """Builds SVG pictures: elements, bars and labels."""
 
-import math
 from collections.abc import Iterable
 from html import escape
 
@@ -16,16 +15,12 @@ def tag(name: str, inside: str = "", /, **attributes: object) -> str:
     return f"<{name}{''.join(words)}>{inside}</{name}>" if inside else f"<{name}{''.join(words)}/>"
 
 
-def text(x: float, y: float, words: str, anchor: str = "start", **attributes: object) -> str:
-    """Format a text element, whose `anchor` (start, middle, end) is at x."""
-    return tag("text", escape(words), x=float(x), y=float(y), text_anchor=anchor, **attributes)
-
-
 def label(
     x: float, y: float, words: str, anchor: str = "start", color: str = INK, size: int = 12
 ) -> str:
-    """Format a text element with colour and size."""
-    return text(x, y, words, anchor, fill=color, font_size=size)
+    """Format a text element, whose `anchor` (start, middle, end) is at x."""
+    place = {"x": float(x), "y": float(y), "text_anchor": anchor}
+    return tag("text", escape(words), **place, fill=color, font_size=size)
 
 
 def bar(x: float, y: float, width: float, height: float, tip: str, **attributes: object) -> str:
@@ -35,19 +30,7 @@ def bar(x: float, y: float, width: float, height: float, tip: str, **attributes:
 
 
 def line(x1: float, y1: float, x2: float, y2: float, **attributes: object) -> str:
-    """Format a straight line."""
     return tag("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), **attributes)
-
-
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Return round numbers that span `low` to `high`."""
-    if high <= low:
-        low, high = low - (abs(low) / 2 or 0.5), low + (abs(low) / 2 or 0.5)
-    raw = (high - low) / wanted
-    power = 10.0 ** math.floor(math.log10(raw))
-    size = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
-    first, last = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
-    return [float(f"{number * size:.12g}") for number in range(first, last + 1)]
 
 
 def document(width: int, height: int, body: Iterable[str]) -> str:

@@ -11,7 +11,6 @@ import pytest
 from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import Ledger, StartLine
 from trainer.tools.report.report import check, clock, report
-from trainer.tools.svg import ticks
 
 PERDURE = Path(sys.executable).parent / "perdure"
 
@@ -91,13 +90,6 @@ def test_a_run_that_has_just_begun(tmp_path):
     assert "0 steps, 0 sequences, 1 attempt" in report(tmp_path)
     with pytest.raises(LedgerError):
         report(tmp_path / "elsewhere")
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (2.3, 2.31), (0, 9999), (5, 5), (0, 0), (-3, 8)])
-def test_ticks_are_few_and_span(low, high):
-    marks = ticks(low, high)
-    assert marks[0] <= low <= high <= marks[-1]
-    assert 2 <= len(marks) <= 9
 
 
 def test_durations_in_words():

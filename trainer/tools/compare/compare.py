@@ -1,5 +1,5 @@
-"""`perdure compare`: trains a recipe for a few steps under each strategy, one after another on this
-machine, and measures what each costs."""
+"""`perdure compare`: trains a recipe for a few steps under each strategy, one after another, and
+measures what each costs."""
 
 import math
 import re
@@ -25,7 +25,8 @@ from trainer.tools.report.report import read_metrics
 from trainer.tools.torchrun import run_ranks
 
 INTERRUPTED = "not measured: interrupted"
-"""`StrategyOutcome.problem` of strategies that did not run because of Ctrl-C."""
+MEMORY = ("peak", "parameters", "gathered", "gradients", "optimizer_state", "host")
+"""Bytes that both `StrategyOutcome` and `ProfileRecord` have."""
 
 # Largest relative difference of a loss, by dtype. In fp32 strategies only sum in different orders;
 # the largest difference seen over 50 steps was 6e-7. In bf16 and fp16 FSDP casts all parameters,
@@ -48,7 +49,6 @@ class StrategyOutcome:
     rate: float | None = None
     """Units consumed per second by all ranks, at the median step."""
     unit: str = "tokens"
-    """Unit of `rate`, such as tokens."""
     losses: dict[int, float] = field(default_factory=dict)
     """Step → loss, of the logged steps."""
     difference: float | None = None
@@ -67,8 +67,7 @@ class StrategyOutcome:
     communication_bytes: float | None = None
     """Bytes that a rank sends per step, as `ProfileRecord.sent`."""
     checkpoint_stall: float | None = None
-    """Seconds of training that one checkpoint cost: the pause between steps, and slower steps after
-    it."""
+    """Seconds of training that one checkpoint cost."""
     checkpoint_seconds: float | None = None
     checkpoint_bytes: int | None = None
     predicted: dict[str, Any] = field(default_factory=dict)
@@ -85,7 +84,6 @@ class StrategyOutcome:
 
     @property
     def final_loss(self) -> float | None:
-        """Loss of the last logged step."""
         return self.losses[max(self.losses)] if self.losses else None
 
 
@@ -102,11 +100,9 @@ def run_comparison(
     its problem. After Ctrl-C the problem of the remaining strategies is INTERRUPTED.
 
     Args:
-        recipe_path: YAML file.
-        overrides: overrides of the recipe.
         names: strategies, in the notation of `candidate`.
-        ranks: ranks to start on this machine.
-        steps: timed steps.
+        ranks: number of ranks on this machine.
+        steps: number of timed steps.
         out: folder to create, with `runs` and `logs`.
 
     Raises:
@@ -136,9 +132,8 @@ def run_comparison(
         try:
             outcome = _run(one, ranks, steps, out)
         except KeyboardInterrupt:
-            outcomes += [
-                StrategyOutcome(left.name, INTERRUPTED) for left in strategies[number - 1 :]
-            ]
+            left = strategies[number - 1 :]
+            outcomes += [StrategyOutcome(one.name, INTERRUPTED) for one in left]
             break
         outcome.unit = unit
         outcomes.append(outcome)
@@ -153,8 +148,7 @@ def run_comparison(
 
 
 def _checked(one: StrategyRecipe, task: Task, ranks: int) -> StrategyRecipe:
-    """Return a strategy, with the problem that prevents it from running on `ranks` ranks, if
-    any."""
+    """Return the strategy, with the problem that prevents its run on `ranks` ranks, if any."""
     try:
         if one.recipe:
             check_inputs(one.recipe, task, 0, ranks, ranks)
@@ -168,17 +162,14 @@ def _run(one: StrategyRecipe, ranks: int, steps: int, out: Path) -> StrategyOutc
     if one.recipe is None:
         return StrategyOutcome(one.name, f"cannot run: {one.problem}")
     run, log = out / "runs" / one.name, out / "logs" / f"{one.name}.log"
-    code = launch(["-m", "trainer", *one.arguments], ranks, log, run)
-    if code:
-        return StrategyOutcome(
-            one.name, f"failed: {_last_error(log, code)}; see {log}", failed=True
-        )
     try:
-        outcome = read_run(one.name, run, steps)
+        if code := _launch(["-m", "trainer", *one.arguments], ranks, log, run):
+            problem = f"failed: {_last_error(log, code)}; see {log}"
+            return StrategyOutcome(one.name, problem, failed=True)
+        outcome = _read_run(one.name, run, steps)
     except (LedgerError, OSError, KeyError) as error:
-        return StrategyOutcome(
-            one.name, f"failed: left no figures: {error}; see {log}", failed=True
-        )
+        problem = f"failed: left no figures: {error}; see {log}"
+        return StrategyOutcome(one.name, problem, failed=True)
     try:
         outcome.predicted = asdict(predict(one.recipe, ranks, ranks))
     except RecipeError as error:  # a model that cannot be traced
@@ -194,9 +185,8 @@ def _last_error(log: Path, code: int) -> str:
     return errors[-1] if errors else f"exit code {code}"
 
 
-def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
-    """Run a worker under torchrun to its end, delete the checkpoints of its run, and return
-    torchrun's exit code."""
+def _launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
+    """Run a worker to its end, delete the checkpoints of its run, and return the exit code."""
     try:
         with log.open("wb") as output:
             return run_ranks(worker, ranks, output=output)
@@ -210,17 +200,9 @@ def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
 # --- reading ---------------------------------------------------------------------------------
 
 
-def read_run(name: str, run: Path, steps: int) -> StrategyOutcome:
-    """Read the figures of a run that ended with code 0.
-
-    Args:
-        name: name of the strategy.
-        run: run directory.
-        steps: timed steps.
-
-    Raises:
-        LedgerError, KeyError: the run's records are incomplete.
-    """
+def _read_run(name: str, run: Path, steps: int) -> StrategyOutcome:
+    """Read the figures of a strategy's run. Raises LedgerError or KeyError if the run's records are
+    incomplete."""
     by_number = {step.step: step for step in read_history(run).attempts[-1].steps}
     save_at = WARM_UP + steps
     timed = [by_number[number].seconds for number in range(WARM_UP + 1, save_at + 1)]
@@ -233,25 +215,20 @@ def read_run(name: str, run: Path, steps: int) -> StrategyOutcome:
     ranks = read_records(run)
     # without the first record, whose interval includes warm-up
     bubbles = [record["bubble"] for record in logged if "bubble" in record][1:]
-
-    def most(kind: str) -> Any:
-        return max((getattr(record, kind) for record in ranks), default=None)
-
+    most: dict[str, Any] = {
+        kind: max((getattr(record, kind) for record in ranks), default=None)
+        for kind in (*MEMORY, "sent")
+    }
     return StrategyOutcome(
         name,
         step_seconds=timed,
         rate=tokens_per_step / median(timed),
         losses=losses,
         ranks=ranks,
-        peak=most("peak"),
-        parameters=most("parameters"),
-        gathered=most("gathered"),
-        gradients=most("gradients"),
-        optimizer_state=most("optimizer_state"),
-        host=most("host"),
         communication=mean(record.communication for record in ranks) if ranks else None,
         bubble=median(bubbles) if bubbles else None,
-        communication_bytes=most("sent"),
+        communication_bytes=most.pop("sent"),
+        **most,
         checkpoint_stall=stall(by_number, save_at, median(timed)),
         checkpoint_seconds=saves[0]["checkpoint_seconds"] if saves else None,
         checkpoint_bytes=saves[0].get("checkpoint_bytes") if saves else None,
@@ -260,7 +237,7 @@ def read_run(name: str, run: Path, steps: int) -> StrategyOutcome:
 
 def stall(steps: Mapping[int, StepLine], save_at: int, usual: float) -> float:
     """Seconds of training that a checkpoint after step `save_at` cost: the longer pause before the
-    next step, and the slowdown of the steps after it."""
+    next step, and the slowdown of later steps from their `usual` seconds."""
 
     def pause_after(number: int) -> float:
         return steps[number + 1].after - steps[number + 1].seconds - steps[number].after

@@ -1,8 +1,8 @@
 """Turns a strategy's name into a recipe that trains with it for a few steps. Imports no torch.
 
 [Note: steps of a comparison] A run has four kinds of steps, in this order: warm-up, timed, after
-the save, traced. Speed is measured over the timed steps. A checkpoint begins after the last of
-them, and the steps after the save show its cost. The traced steps come last, because torch's
+the save, traced. Speed is measured over the timed steps. A checkpoint begins after the last timed
+step, and the steps after the save show its cost. The traced steps come last, because torch's
 profiler (trainer/run/profile.py) slows them down.
 """
 
@@ -42,8 +42,7 @@ SIZES = tuple(sizes(Strategy()))
 LAYOUT = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)")
 """Pattern of a modifier that sets how many ranks share a computation: tp2, pp4."""
 LAYOUT_BASE = "zero2"
-"""Base of a name that begins with a layout: ZeRO-2 gathers weights once per step, however many
-passes the step has."""
+"""Base of a name that begins with a layout; ZeRO-2 gathers weights only once per step."""
 _PLAIN = (
     "strategy.zero=null",
     "strategy.shard_size=null",
@@ -76,10 +75,9 @@ class StrategyRecipe:
 def candidate(
     name: str, recipe_path: str, overrides: Sequence[str], ranks: int, steps: int, run: Path
 ) -> StrategyRecipe:
-    """Build the recipe of a named strategy for a number of ranks. A name is a key of BASES and
-    modifiers, joined by "+": keys of MODIFIERS, and words that LAYOUT matches, which may also come
-    first. Raises RecipeError if the name is unknown, or the recipe is wrong under every
-    strategy."""
+    """Build the recipe of a named strategy for a number of ranks. A name is a key of BASES, with
+    modifiers after "+": keys of MODIFIERS, or words that LAYOUT matches. Such a word may also come
+    first. Raises RecipeError if the name is unknown, or the recipe is wrong."""
     words = name.split("+")
     base, modifiers = (words[0], words[1:]) if words[0] in BASES else (LAYOUT_BASE, words)
     layout = {m[1]: int(m[2]) for m in map(LAYOUT.fullmatch, modifiers) if m}
@@ -118,16 +116,11 @@ def _settings(recipe: Recipe, steps: int, run: Path) -> list[str]:
     """Overrides that turn any recipe into a short run of its own."""
     save_at = WARM_UP + steps
     last = save_at + AFTER_SAVE + MEASURED
-    settings = [f"run.dir={run}", f"run.steps={last}", "run.epochs=0"]
+    settings = [f"run.dir={run}", f"run.steps={last}", "run.epochs=0", "run.samples=[]"]
     settings += [f"run.log_every={LOG_EVERY}", "run.evaluate_every=0", "run.stop_after=0"]
-    settings += ["run.samples=[]"]
-    settings += [f"tracking.profile_steps={MEASURED}"]
-    settings += [f"tracking.profile_after={last - MEASURED}"]
-    settings += ["tracking.tensorboard=false", "tracking.wandb=off"]
-    settings += ["tracking.prometheus=null", "tracking.sinks=[]", "tracking.hooks=[]"]
-    settings += ["tracking.alerts=[]"]
+    profile = f"profile_steps: {MEASURED}, profile_after: {last - MEASURED}"
+    settings += [f"tracking={{wandb: off, {profile}}}", "elastic.snapshot_every=0"]
     settings += ["checkpoint.directory=null", f"checkpoint.every={save_at}", "checkpoint.keep=1"]
-    settings += ["elastic.snapshot_every=0"]
     settings += [f"schedule.warmup_steps={min(recipe.schedule.warmup_steps, last - 1)}"]
     if recipe.schedule.name == "wsd":
         settings += ["schedule.name=constant", "schedule.decay_steps=0"]

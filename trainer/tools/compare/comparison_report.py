@@ -1,5 +1,4 @@
-"""Formats a comparison as a Markdown table, readable on a console, and as JSON, CSV and SVG. Only
-`write_report` touches files."""
+"""Formats a comparison as Markdown, JSON, CSV and SVG."""
 
 import csv
 import io
@@ -31,8 +30,8 @@ PARTS_KINDS = {
 
 
 def table(outcomes: Sequence[StrategyOutcome]) -> str:
-    """Format a Markdown table of the strategies that ran. Lines below it report strategies that did
-    not run, and pipelines that idle."""
+    """Format a Markdown table of the strategies that ran, and below it a list of those that did not
+    run, and of the bubbles of pipelines."""
     shown = [outcome for outcome in outcomes if not outcome.problem]
     cells = [_cells(outcome) for outcome in shown]
     columns = [*cells[0]] if cells else []
@@ -67,7 +66,6 @@ def parts_table(outcomes: Sequence[StrategyOutcome]) -> str:
 
 
 def _cells(outcome: StrategyOutcome) -> dict[str, str]:
-    """Title of a column → cell of an outcome."""
     spread = ""
     low, middle, high = (outcome.quantile(share) for share in (0.1, 0.5, 0.9))
     if low is not None and middle is not None and high is not None:
@@ -112,7 +110,6 @@ strategy's.
 
 
 def conditions(recipe: Recipe, ranks: int, steps: int) -> dict[str, Any]:
-    """Date, machine, torch version, rank count and recipe of the measurement."""
     device = recipe.run.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -127,13 +124,13 @@ def conditions(recipe: Recipe, ranks: int, steps: int) -> dict[str, Any]:
     }
 
 
-def describe(where: dict[str, Any]) -> str:
+def _describe(where: dict[str, Any]) -> str:
     """Format the conditions in one line."""
     recipe = where["recipe"]
-    tokens = bool(recipe["data"]["sources"])
     adapter = recipe["model"].get("adapter")
     trained = f", LoRA of rank {adapter['rank']}" if adapter else ""
-    samples = "" if not tokens else f", sequences of {recipe['data']['seq_len']}"
+    data = recipe["data"]
+    samples = f", sequences of {data['seq_len']}" if data["sources"] else ""
     return (
         f"{where['ranks']} rank(s) on {where['machine']}, torch {where['torch']}, {where['date']}; "
         f"{recipe['precision']['dtype']}{trained}, "
@@ -147,13 +144,12 @@ def write_report(
 ) -> list[Path]:
     """Write compare.md, .json, .csv and .svg into a folder, and return their paths."""
     tables = [text for text in (table(outcomes), parts_table(outcomes)) if text]
+    strategies = [_record(outcome) for outcome in outcomes]
     texts = {
-        "md": "\n\n".join([describe(where), *tables, LEGEND]),
-        "json": json.dumps(
-            {**where, "strategies": [record(outcome) for outcome in outcomes]}, indent=2
-        ),
-        "csv": comma_separated(outcomes),
-        "svg": picture(outcomes, describe(where)),
+        "md": "\n\n".join([_describe(where), *tables, LEGEND]),
+        "json": json.dumps({**where, "strategies": strategies}, indent=2),
+        "csv": _comma_separated(outcomes),
+        "svg": _picture(outcomes, _describe(where)),
     }
     paths = [out / f"compare.{kind}" for kind in texts]
     for path, text in zip(paths, texts.values(), strict=True):
@@ -161,20 +157,15 @@ def write_report(
     return paths
 
 
-def record(outcome: StrategyOutcome) -> dict[str, Any]:
-    """Convert an outcome to JSON values; steps become string keys."""
+def _record(outcome: StrategyOutcome) -> dict[str, Any]:
     return {**asdict(outcome), "final_loss": outcome.final_loss}
 
 
-def comma_separated(outcomes: Sequence[StrategyOutcome]) -> str:
-    """Format a CSV line for each strategy, in bytes and seconds."""
+def _comma_separated(outcomes: Sequence[StrategyOutcome]) -> str:
     rows = []
     for outcome in outcomes:
-        values = {
-            key: value
-            for key, value in record(outcome).items()
-            if not isinstance(value, dict | list)
-        }
+        record = _record(outcome)
+        values = {key: one for key, one in record.items() if not isinstance(one, dict | list)}
         values |= {f"step_seconds_p{n}": outcome.quantile(n / 100) for n in (10, 50, 90)}
         values |= {f"predicted_{key}": value for key, value in outcome.predicted.items()}
         rows.append(values)
@@ -200,15 +191,13 @@ PARTS = {
 COMPUTE, COMMUNICATION = "#76a5c4", "#e15759"
 
 
-def picture(outcomes: Sequence[StrategyOutcome], caption: str) -> str:
+def _picture(outcomes: Sequence[StrategyOutcome], caption: str) -> str:
     """Draw an SVG with a bar of memory and a bar of time for each strategy that ran."""
     shown = [outcome for outcome in outcomes if not outcome.problem]
     height = TOP + ROW * len(shown) + 40
     # measured and planned bytes share a scale, so that bars and marks are comparable
-    most = max(
-        [value for outcome in shown for value in (outcome.peak, _plan_of(outcome)) if value],
-        default=1,
-    )
+    sizes = [size for one in shown for size in (one.peak, one.predicted.get("peak")) if size]
+    most = max(sizes, default=1)
     slowest = max([outcome.quantile(0.9) or 0.0 for outcome in shown], default=1) or 1
     right = LEFT + PANEL + GAP
     body = [
@@ -224,16 +213,12 @@ def picture(outcomes: Sequence[StrategyOutcome], caption: str) -> str:
         body.append(svg.label(LEFT - 10, y + 13, outcome.name, anchor="end"))
         body += _memory_bar(outcome, y, PANEL / most)
         body += _time_bar(outcome, right, y, PANEL / slowest)
-    if any(map(_plan_of, shown)):
+    if any(outcome.predicted.get("peak") for outcome in shown):
         note = "| planned by perdure plan"
         body.append(svg.label(LEFT, height - 12, note, size=11, color=svg.SOFT))
     note = "line: 10 % to 90 % of the steps"
     body.append(svg.label(right, height - 12, note, size=11, color=svg.SOFT))
     return svg.document(WIDTH, height, body)
-
-
-def _plan_of(outcome: StrategyOutcome) -> float | None:
-    return outcome.predicted.get("peak")
 
 
 def _memory_bar(outcome: StrategyOutcome, y: float, scale: float) -> list[str]:
@@ -246,7 +231,7 @@ def _memory_bar(outcome: StrategyOutcome, y: float, scale: float) -> list[str]:
         tip = f"{name}: {size / 1e6:,.1f} MB"
         parts.append(svg.bar(x, y, size * scale, BAR, tip, fill=color))
         x += size * scale
-    if planned := _plan_of(outcome):
+    if planned := outcome.predicted.get("peak"):
         place = LEFT + planned * scale
         parts.append(svg.line(place, y - 4, place, y + BAR + 4, stroke=svg.INK, stroke_width=2))
         x = max(x, place)
