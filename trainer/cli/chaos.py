@@ -35,31 +35,17 @@ def add_chaos_command(commands: Commands) -> None:
     what = "kill, stop and add nodes of a run on this machine, and check that nothing is lost"
     chaos = add_command(commands, "chaos", what, CHAOS_EXAMPLES)
     add_recipe(chaos)
-    chaos.add_argument("--plan", type=local_path, metavar="FILE", help="YAML file; see below")
-    chaos.add_argument("--faults", type=int, metavar="N", help="draw N faults at random")
-    chaos.add_argument(
-        "--pairs", type=int, metavar="N", help="draw N pairs of faults, at most 50 ms apart"
-    )
-    chaos.add_argument(
-        "--nodes",
-        type=int,
-        default=3,
-        metavar="N",
-        help="nodes at the start of --pairs (default 3)",
-    )
-    chaos.add_argument(
-        "--within", type=float, metavar="SECONDS", help="fail if no new step is done for so long"
-    )
-    chaos.add_argument("--seed", type=int, default=0, help="seed of random faults (default 0)")
-    chaos.add_argument(
-        "--nproc-per-node", type=int, default=1, metavar="N", help="ranks per node (default 1)"
-    )
-    chaos.add_argument(
-        "--tolerance",
-        type=float,
-        default=1e-4,
-        help="largest relative difference of losses and weights (default 1e-4)",
-    )
+    add = chaos.add_argument
+    add("--plan", type=local_path, metavar="FILE", help="YAML file; see below")
+    add("--faults", type=int, metavar="N", help="draw N faults at random")
+    add("--pairs", type=int, metavar="N", help="draw N pairs of faults, at most 50 ms apart")
+    what = "nodes at the start of --pairs (default 3)"
+    add("--nodes", type=int, default=3, metavar="N", help=what)
+    add("--within", type=float, metavar="SECONDS", help="fail if no new step is done for so long")
+    add("--seed", type=int, default=0, help="seed of random faults (default 0)")
+    add("--nproc-per-node", type=int, default=1, metavar="N", help="ranks per node (default 1)")
+    what = "largest relative difference of losses and weights (default 1e-4)"
+    add("--tolerance", type=float, default=1e-4, help=what)
     chaos.set_defaults(run=_chaos)
 
 

@@ -18,8 +18,7 @@ from trainer.cli.parser import (
 
 EXIT_DIFFERENT = 1
 RULES = {"keep": int, "keep_every": int, "keep_best": int, "best_by": str}
-"""Field of CheckpointOptions that `prune` applies → its type. If the field's option is not given,
-the value in the run's recipe applies."""
+"""Retention rule: field of CheckpointOptions → its type."""
 
 CKPT_EXAMPLES = """\
 examples:
@@ -52,79 +51,46 @@ def add_ckpt_command(commands: Commands) -> None:
         parser.set_defaults(run=run)
         return parser
 
-    path = "path", "run or checkpoint directory"
+    path, out = ("path", "run or checkpoint directory"), ("out", "new directory")
     command(_ls, "ls", "list the committed checkpoints of a run", path)
     what = "tensors and trainer state of a checkpoint (of a run: the newest)"
     show = command(_show, "show", what, path)
-    command(
-        _verify, "verify", "check every byte of a checkpoint, or of all checkpoints of a run", path
-    )
-    command(
-        _diff,
-        "diff",
-        "show how two checkpoints differ",
-        ("left", "run, checkpoint or Hugging Face directory"),
-        ("right", "run, checkpoint or Hugging Face directory"),
-    )
+    what = "check every byte of a checkpoint, or of all checkpoints of a run"
+    command(_verify, "verify", what, path)
+    source = "run, checkpoint or Hugging Face directory"
+    what = "show how two checkpoints differ"
+    command(_diff, "diff", what, ("left", source), ("right", source))
 
     prune = command(_prune, "prune", "delete checkpoints of a run, by retention rules", path)
     add_fields(prune, CheckpointOptions, *RULES)
     prune.add_argument("--dry-run", action="store_true", help="delete nothing, only list")
 
-    export = command(
-        _export,
-        "export",
-        "write the model as a plain Hugging Face directory",
-        ("path", "run, checkpoint or Hugging Face directory"),
-        ("out", "new directory"),
+    what = "write the model as a plain Hugging Face directory"
+    export = command(_export, "export", what, ("path", source), out)
+    add = export.add_argument
+    what = "dtype of the written weights (default: as saved)"
+    add("--dtype", choices=("bf16", "fp16", "fp32"), help=what)
+    add("--merge", action="store_true", help="merge an adapter into its base model (in float32)")
+    what = "base model of the adapter (default: the path in its configuration)"
+    add("--base", type=local_path, metavar="DIR", help=what)
+    what = (
+        "merge an adapter trained over nf4 weights into the weights as published, instead of the "
+        "weights that nf4 has rounded"
     )
-    export.add_argument(
-        "--dtype",
-        choices=("bf16", "fp16", "fp32"),
-        help="dtype of the written weights (default: as saved)",
-    )
-    export.add_argument(
-        "--merge", action="store_true", help="merge an adapter into its base model (in float32)"
-    )
-    export.add_argument(
-        "--base",
-        type=local_path,
-        metavar="DIR",
-        help="base model of the adapter (default: the path in its configuration)",
-    )
-    export.add_argument(
-        "--into-published",
-        action="store_true",
-        help="merge an adapter trained over nf4 weights into the weights as published, instead of "
-        "the weights that nf4 has rounded",
-    )
-    export.add_argument(
-        "--not-finite", action="store_true", help="export weights that are NaN or infinite, too"
-    )
+    add("--into-published", action="store_true", help=what)
+    add("--not-finite", action="store_true", help="export weights that are NaN or infinite, too")
     add_step(show.add_argument)
-    add_step(export.add_argument)
-    importer = command(
-        _import,
-        "import",
-        "convert a foreign checkpoint for model.init_from",
-        ("path", "directory of Hugging Face or of torch.distributed.checkpoint"),
-        ("out", "new directory"),
-    )
-    importer.add_argument(
-        "--step",
-        type=whole_number,
-        metavar="N",
-        help="step of the written checkpoint (default: from OUT's name, else 0)",
-    )
+    add_step(add)
+    origin = "path", "directory of Hugging Face or of torch.distributed.checkpoint"
+    what = "convert a foreign checkpoint for model.init_from"
+    importer = command(_import, "import", what, origin, out)
+    what = "step of the written checkpoint (default: from OUT's name, else 0)"
+    importer.add_argument("--step", type=whole_number, metavar="N", help=what)
     importer.add_argument("--config", metavar="FILE", help="config.json, if PATH has none")
+    size = CheckpointOptions.max_shard_size
+    what = f"largest weights file (default {size})"
     for parser in (export, importer):
-        parser.add_argument(
-            "--max-shard-size",
-            type=_size,
-            default=CheckpointOptions.max_shard_size,
-            metavar="SIZE",
-            help=f"largest weights file (default {CheckpointOptions.max_shard_size})",
-        )
+        parser.add_argument("--max-shard-size", type=_size, default=size, metavar="SIZE", help=what)
 
 
 def _size(text: str) -> int:
@@ -174,10 +140,8 @@ def _prune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _retention(state: dict[str, Any], arguments: argparse.Namespace) -> Any:
+def _retention(state: dict[str, Any], arguments: argparse.Namespace) -> CheckpointOptions:
     """Return the retention rules: from the options, else from the run's recipe."""
-    from checkpointing import StorageError
-
     given = {name: getattr(arguments, name) for name in RULES}
     rules = {name: value for name, value in given.items() if value is not None}
     try:
@@ -188,7 +152,7 @@ def _retention(state: dict[str, Any], arguments: argparse.Namespace) -> Any:
             raise ValueError(f"{rules}")
         return CheckpointOptions(**rules)
     except (AttributeError, TypeError, ValueError) as error:
-        raise StorageError(
+        raise CheckpointError(
             f"{arguments.path}: the newest checkpoint names no rules to prune by ({error}); give "
             "--keep, --keep-every, --keep-best and --best-by"
         ) from error
@@ -236,7 +200,6 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _use_one_thread() -> None:
-    """Limit torch to one thread."""
     import torch
 
     # Tensors are processed in pieces that fit the cache, so threads would mostly wait.

@@ -31,37 +31,26 @@ def add_init_command(commands: Commands) -> None:
 
 
 def _init(arguments: argparse.Namespace) -> int:
-    from trainer.tools.init.draft import (
-        RecipeWishes,
-        draft,
-        prepared_here,
-        this_machine,
-        with_architecture,
-    )
+    from trainer.tools.init.draft import draft, this_machine, with_architecture
 
-    data = prepared_here()
+    # as the documentation names prepared data
+    there = sorted(str(path.parent) for path in Path("data").glob("*/index.json"))
+    question = f"Prepared data{f', such as {there[0]}' if there else ' (by perdure data prepare)'}"
     names = ", ".join(with_architecture())
-    wishes = RecipeWishes(
-        model=_answer(arguments.model, "--model", f"Model, a directory or one of {names}"),
-        data=_answer(
-            arguments.data,
-            "--data",
-            f"Prepared data{f', such as {data[0]}' if data else ' (by perdure data prepare)'}",
-            data[0] if len(data) == 1 else "",
-        ),
-        gpus=arguments.gpus or _answer(None, "--gpus", "GPUs of a node, or cpu", this_machine()),
-        nodes=_number(_answer(arguments.nodes, "--nodes", "Nodes", "1")),
-    )
-    name = re.sub(r"[^\w.-]", "-", Path(wishes.model).name)
+    model = _answer(arguments.model, "--model", f"Model, a directory or one of {names}")
+    data = _answer(arguments.data, "--data", question, there[0] if len(there) == 1 else "")
+    gpus = arguments.gpus or _answer(None, "--gpus", "GPUs of a node, or cpu", this_machine())
+    nodes = _number(_answer(arguments.nodes, "--nodes", "Nodes", "1"))
+    name = re.sub(r"[^\w.-]", "-", Path(model).name)
     out = arguments.out or Path(f"{name}.yaml")
-    write_new(out, draft(wishes, str(out)), "name another --out")
+    write_new(out, draft(model, data, gpus, nodes, str(out)), "name another --out")
     print(f"{out}: change what you like, then: perdure train {out}")
     return EXIT_DONE
 
 
 def _answer(given: str | None, option: str, question: str, default: str = "") -> str:
-    """Return the value of an option. If it is not `given`, ask for it on a terminal, or take the
-    default. Raises RecipeError if no value results."""
+    """Return `given`; if that is None, ask on a terminal, else return `default`. Raises RecipeError
+    if the result is empty."""
     answer = given
     if answer is None and sys.stdin.isatty():
         answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip()

@@ -40,123 +40,87 @@ OPTIONS = (
 
 
 def add_launch_command(commands: Commands) -> None:
-    launch = add_command(
-        commands, "launch", "write the job file of a run for a cluster, and submit it", EXAMPLES
-    )
+    what = "write the job file of a run for a cluster, and submit it"
+    launch = add_command(commands, "launch", what, EXAMPLES)
     kinds = launch.add_subparsers(required=True, metavar="WHERE")
     slurm = _add_kind(kinds, "slurm", "a batch script for Slurm")
-    slurm.add_argument(
-        "--time", type=_time, default="24:00:00", help="time limit (default 24:00:00)"
-    )
-    slurm.add_argument(
-        "--container", type=word, metavar="IMAGE", help="container image, started by pyxis"
-    )
-    slurm.add_argument(
-        "--allocations",
-        type=at_least(1),
-        metavar="N",
-        help="for clusters without requeue: N jobs, one after another",
-    )
+    add = slurm.add_argument
+    add("--time", type=_time, default="24:00:00", help="time limit (default 24:00:00)")
+    add("--container", type=word, metavar="IMAGE", help="container image, started by pyxis")
+    what = "for clusters without requeue: N jobs, one after another"
+    add("--allocations", type=at_least(1), metavar="N", help=what)
     k8s = _add_kind(kinds, "k8s", "manifests for Kubernetes")
-    k8s.add_argument(
-        "--image", type=word, required=True, help="container image built from the Dockerfile"
-    )
-    k8s.add_argument(
-        "--volume", type=word, help="volume claim that all nodes mount; not if all paths are URLs"
-    )
-    k8s.add_argument(
-        "--form",
-        choices=("jobset", "trainjob"),
-        default="jobset",
-        help="jobset (default), or trainjob for Kubeflow Trainer 2",
-    )
+    add = k8s.add_argument
+    add("--image", type=word, required=True, help="container image built from the Dockerfile")
+    what = "volume claim that all nodes mount; not if all paths are URLs"
+    add("--volume", type=word, help=what)
+    what = "jobset (default), or trainjob for Kubeflow Trainer 2"
+    add("--form", choices=("jobset", "trainjob"), default="jobset", help=what)
     sky = _add_kind(kinds, "skypilot", "a managed job on spot machines for SkyPilot")
     shared = sky.add_mutually_exclusive_group()
     shared.add_argument("--volume", type=word, help="SkyPilot volume that all nodes mount")
-    shared.add_argument(
-        "--bucket", type=_bucket, help="s3://…, gs://… or az://…, in which relative paths lie"
-    )
-    sky.add_argument(
-        "--package",
-        required=True,
-        help="Perdure as pip installs it: a wheel file here, a URL, or a name",
-    )
+    what = "s3://…, gs://… or az://…, in which relative paths lie"
+    shared.add_argument("--bucket", type=_bucket, help=what)
+    what = "Perdure as pip installs it: a wheel file here, a URL, or a name"
+    sky.add_argument("--package", required=True, help=what)
     _add_kind(kinds, "local", "a script for machines without a scheduler")
-    for kind in (slurm, k8s):
-        kind.add_argument(
-            "--grace",
-            type=at_least(1),
-            default=120,
-            metavar="SECONDS",
-            help="time to finish a step and save before the node goes (default 120)",
-        )
-        kind.add_argument("--queue", type=word, help="Slurm partition, or Kueue local queue")
+    what = "time to finish a step and save before the node goes (default 120)"
+    for add in (slurm.add_argument, k8s.add_argument):
+        add("--grace", type=at_least(1), default=120, metavar="SECONDS", help=what)
+        add("--queue", type=word, help="Slurm partition, or Kueue local queue")
 
 
 def _add_kind(kinds: Commands, name: str, what: str) -> argparse.ArgumentParser:
     kind = add_command(kinds, name, what, EXAMPLES)
     add_recipe(kind)
-    kind.add_argument(
-        "--nodes", type=_nodes, default=(1, 1), metavar="N or MIN:MAX", help="default 1"
-    )
-    kind.add_argument(
-        "--gpus",
-        type=_gpus,
-        metavar="8xH100",
-        help=f"GPUs of one node: 8, 8xH100, or 0 (default {DEFAULT_GPUS}; with run.device=cpu 0)",
-    )
-    kind.add_argument(
-        "--nproc-per-node",
-        type=at_least(1),
-        metavar="N",
-        help="ranks of a node (default: one per GPU; without GPUs 2)",
-    )
-    kind.add_argument(
-        "--interface", type=word, metavar="NAME", help="fast network interface: ib0, eth1"
-    )
-    kind.add_argument(
-        "--out", type=local_path, metavar="FILE", help="file to write (default: print)"
-    )
-    kind.add_argument("--submit", action="store_true", help="also submit the file")
+    add = kind.add_argument
+    add("--nodes", type=_nodes, default=(1, 1), metavar="N or MIN:MAX", help="default 1")
+    what = f"GPUs of one node: 8, 8xH100, or 0 (default {DEFAULT_GPUS}; with run.device=cpu 0)"
+    add("--gpus", type=_gpus, metavar="8xH100", help=what)
+    what = "ranks of a node (default: one per GPU; without GPUs 2)"
+    add("--nproc-per-node", type=at_least(1), metavar="N", help=what)
+    add("--interface", type=word, metavar="NAME", help="fast network interface: ib0, eth1")
+    add("--out", type=local_path, metavar="FILE", help="file to write (default: print)")
+    add("--submit", action="store_true", help="also submit the file")
     kind.set_defaults(run=_launch, kind=name)
     return kind
 
 
+def _matched(text: str, pattern: str, problem: str) -> re.Match[str]:
+    """Match a whole argument. Raises ArgumentTypeError if `pattern` does not match."""
+    if not (matched := re.fullmatch(pattern, text, re.ASCII)):
+        raise argparse.ArgumentTypeError(f"{text!r} {problem}")
+    return matched
+
+
 def word(text: str) -> str:
     """Parse an argument that may stand unquoted in scripts, such as an image or a queue."""
-    if not re.fullmatch(r"[\w./:@#,+][\w./:@#,+-]*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has characters other than letters, digits and _./:@#,+-"
-        )
-    return text
+    problem = "has characters other than letters, digits and _./:@#,+-"
+    return _matched(text, r"[\w./:@#,+][\w./:@#,+-]*", problem)[0]
 
 
 def _time(text: str) -> str:
-    if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 24:00:00 or 2-00:00:00")
-    return text
+    problem = "is no time; write 24:00:00 or 2-00:00:00"
+    return _matched(text, r"(\d+-)?\d+(:\d\d){0,2}", problem)[0]
 
 
 def _bucket(text: str) -> str:
-    if not re.fullmatch(r"(s3|gs|az)://[\w.-]+(/[\w.-]+)*/?", text, re.ASCII):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no bucket; write s3://NAME, gs://NAME or az://NAME"
-        )
-    return text.rstrip("/")
+    problem = "is no bucket; write s3://NAME, gs://NAME or az://NAME"
+    return _matched(text, r"(s3|gs|az)://[\w.-]+(/[\w.-]+)*/?", problem)[0].rstrip("/")
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    matched = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
-    least, most = (int(matched[1]), int(matched[2] or matched[1])) if matched else (0, 0)
+    problem = "is no number of nodes; write 4, or 1:8"
+    matched = _matched(text, r"(\d+)(?::(\d+))?", problem)
+    least, most = int(matched[1]), int(matched[2] or matched[1])
     if not 1 <= least <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of nodes; write 4, or 1:8")
+        raise argparse.ArgumentTypeError(f"{text!r} {problem}")
     return least, most
 
 
 def _gpus(text: str) -> tuple[int, str]:
-    matched = re.fullmatch(r"(\d+)(?:x([\w -]+))?", text, re.ASCII)
-    if not matched:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs; write 8, 8xH100, or 0")
+    problem = "is no number of GPUs; write 8, 8xH100, or 0"
+    matched = _matched(text, r"(\d+)(?:x([\w -]+))?", problem)
     return int(matched[1]), (matched[2] or "").strip()
 
 
@@ -258,11 +222,9 @@ def _make_secret(name: str) -> None:
     RecipeError if kubectl failed, with its message."""
     if _has_secret(name):
         return
-    created = _kubectl(
-        ["kubectl", "create", "secret", "generic", name, "--from-file=secret=/dev/stdin"],
-        # Through stdin: other users of this machine can read the arguments of processes.
-        input=secrets.token_hex(32),
-    )
+    create = ["kubectl", "create", "secret", "generic", name, "--from-file=secret=/dev/stdin"]
+    # Through stdin: other users of this machine can read the arguments of processes.
+    created = _kubectl(create, input=secrets.token_hex(32))
     if created.returncode:
         errors = created.stderr.strip().splitlines()
         raise RecipeError(

@@ -28,7 +28,7 @@ from trainer.text import show_only_visible
 
 
 def main() -> None:
-    # Processes started from here do not search the working directory for modules first.
+    # Child processes shall not search the working directory for modules first.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     # Training outlives its terminal. Other commands exist for their output, so they end with it.
     if sys.argv[1:2] in (["train"], ["store"]):
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line. The result's attribute `run` is the function of the command. Exits with
+    """Parse a command line; `run` of the result is the function that runs the command. Exits with
     code 2 if the line is wrong."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(words)
@@ -65,11 +65,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="perdure", description="Train models that last.")
-    parser.add_argument(
-        "--version", action=VersionAction, help="show versions of Perdure, Python and torch"
-    )
+    what = "show versions of Perdure, Python and torch"
+    parser.add_argument("--version", action=VersionAction, help=what)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
     for add in (
         *(add_train_command, add_store_command, add_data_command, add_ckpt_command),
         *(add_compare_command, add_chaos_command, add_plan_command, add_import_command),

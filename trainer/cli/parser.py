@@ -1,5 +1,4 @@
-"""The argument parser of `perdure`: suggestions for typos, versions, and arguments that several
-commands share."""
+"""The argument parser of `perdure`, and arguments that several commands share."""
 
 import argparse
 import ast
@@ -21,7 +20,6 @@ from trainer.recipe import RecipeError
 from trainer.recipe.paths import in_bucket, no_place, no_url
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
-"""Type of the result of `add_subparsers`."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -29,14 +27,13 @@ class CommandParser(argparse.ArgumentParser):
     Python's own does this from 3.14 on."""
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and message, and exit with code 2."""
         wrong = re.search(r"invalid choice: '(.*?)'.* \(choose from (.*)\)$", message)
         if wrong:
             message += _suggestion(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         super().error(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse, but report an unknown option before a missing argument."""
+        # argparse itself reports a missing argument before an unknown option.
         words = list(sys.argv[1:] if args is None else args)
         known = self._option_string_actions
         for word in itertools.takewhile(lambda word: word != "--", words):
@@ -61,9 +58,7 @@ class VersionAction(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **options)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        """Print versions and exit."""
-        python = sys.version.split()[0]
-        torch = _version("torch")
+        python, torch = sys.version.split()[0], _version("torch")
         parser.exit(message=f"perdure {_version('perdure')} (Python {python}, torch {torch})\n")
 
 
@@ -77,8 +72,8 @@ def _version(distribution: str) -> str:
 def add_command(
     commands: Commands, name: str, what: str, examples: str = ""
 ) -> argparse.ArgumentParser:
-    """Add a command to `commands`, and return its parser. `what`: what the command does, in words
-    that begin in lower case."""
+    """Add a command to `commands`, and return its parser. `what` says what the command does, and
+    begins in lower case."""
     return commands.add_parser(
         name,
         help=what,
@@ -116,7 +111,6 @@ def local_run(text: str) -> Path:
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for a recipe and its overrides."""
     parser.add_argument("recipe", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="recipe overrides")
 
@@ -144,20 +138,19 @@ def add_fields(parser: argparse.ArgumentParser, options: type, *names: str) -> N
         words = [choice for choice in kinds if isinstance(choice, str)]
         kind = next((kind for kind in (int, float) if kind in kinds), str)
         default = None if names else field.default
-        shown = "" if default is None else f" (default {default})"
+        meaning += "" if default is None else f" (default {default})"
+        metavar = None if words else {int: "N", float: "X", str: "TEXT"}[kind]
         parser.add_argument(
             flag,
             type=whole_number if kind is int else kind,
             choices=words or None,
             default=default,
-            metavar=None if words else {int: "N", float: "X", str: "TEXT"}[kind],
-            help=meaning + shown,
+            metavar=metavar,
+            help=meaning,
         )
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return an argparse type for integers of at least `least`."""
-
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
@@ -170,8 +163,7 @@ whole_number = at_least(0)
 
 
 def add_step(add_argument: Callable[..., object]) -> None:
-    """Add `--step`, which selects a checkpoint of a run, through a parser's or group's
-    `add_argument`."""
+    """Add `--step` by `add_argument` of a parser or a group."""
 
     def which(text: str) -> int | str:
         return text if text == "best" else whole_number(text)
@@ -181,9 +173,8 @@ def add_step(add_argument: Callable[..., object]) -> None:
 
 
 def write_output(file: Path, text: str) -> None:
-    """Write a command's output to a file. A special file, such as /dev/stdout, is written to. A
-    regular file is replaced, without following a link that another user may have placed there.
-    Raises OSError if the file cannot be written."""
+    """Write a special file, such as /dev/stdout, or replace a regular one without following a link,
+    which another user may have placed there. Raises OSError if the file cannot be written."""
     if file.exists() and not file.is_file():
         file.write_text(text, encoding="utf-8")
     else:

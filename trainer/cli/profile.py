@@ -29,24 +29,18 @@ checkpoint, which is deleted at the end.
 To trace an ordinary run, also on several nodes: tracking.profile_steps=5 with any `perdure train`.
 """
 WARM_UP = 4
-"""Steps before the first traced step. In these steps memory is allocated, caches are filled, and
-blocks are compiled."""
+"""Steps before the first traced step, in which memory is allocated and blocks are compiled."""
 
 
 def add_profile_command(commands: Commands) -> None:
     what = "trace some steps of a recipe, and show where their time goes"
     command = add_command(commands, "profile", what, PROFILE_EXAMPLES)
     add_recipe(command)
-    command.add_argument(
-        "--steps", type=at_least(2), default=6, metavar="N", help="steps to trace (default 6)"
-    )
-    command.add_argument("--nproc", type=int, metavar="N", help="ranks (default: as for train)")
-    command.add_argument(
-        "--out",
-        type=local_path,
-        metavar="DIR",
-        help="folder of traces and page (default <run.dir>-profile)",
-    )
+    add = command.add_argument
+    add("--steps", type=at_least(2), default=6, metavar="N", help="steps to trace (default 6)")
+    add("--nproc", type=int, metavar="N", help="ranks (default: as for train)")
+    what = "folder of traces and page (default <run.dir>-profile)"
+    add("--out", type=local_path, metavar="DIR", help=what)
     command.set_defaults(run=_profile)
 
 

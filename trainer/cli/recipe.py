@@ -24,19 +24,14 @@ examples:
 
 
 def add_recipe_command(commands: Commands) -> None:
-    recipe = add_command(
-        commands,
-        "recipe",
-        "recipes that come with Perdure, and the reference of all keys",
-        EXAMPLES,
-    )
+    what = "recipes that come with Perdure, and the reference of all keys"
+    recipe = add_command(commands, "recipe", what, EXAMPLES)
     inner = recipe.add_subparsers(required=True, metavar="COMMAND")
     ls = add_command(inner, "ls", "list the recipes that come with Perdure", EXAMPLES)
     ls.set_defaults(run=_ls)
     copy = add_command(inner, "copy", "copy a recipe, and the schema, into a folder", EXAMPLES)
-    copy.add_argument(
-        "name", choices=shipped_recipes(), metavar="NAME", help="a name from perdure recipe ls"
-    )
+    what = "a name from perdure recipe ls"
+    copy.add_argument("name", choices=shipped_recipes(), metavar="NAME", help=what)
     copy.add_argument("file", type=local_path, nargs="?", help="file to write (default NAME.yaml)")
     copy.set_defaults(run=_copy)
     reference = add_command(inner, "reference", "print every key, as Markdown", EXAMPLES)

@@ -39,50 +39,28 @@ good (do not requeue); 130 Ctrl-C (once: state saved); 1 anything else
 def add_train_command(commands: Commands) -> None:
     train = add_command(commands, "train", "train a recipe, or resume its run", TRAIN_EXAMPLES)
     add_recipe(train)
-    train.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check the recipe and its inputs, print it with all defaults, and stop",
-    )
-    train.add_argument("--nnodes", default="1", metavar="N or MIN:MAX", help="nodes (default 1)")
-    train.add_argument(
-        "--nproc-per-node",
-        type=int,
-        metavar="N",
-        help="ranks on this node (default: one per GPU; without GPUs 2)",
-    )
-    train.add_argument(
-        "--rdzv-endpoint",
-        metavar="HOST:PORT",
-        help="where nodes meet; the same on all nodes, needed if there are several",
-    )
-    train.add_argument(
-        "--max-restarts",
-        type=int,
-        default=Limits.restarts,
-        metavar="N",
-        help="failures within one hour after which ranks are started again "
-        f"(default {Limits.restarts})",
-    )
-    train.add_argument(
-        "--local-addr", metavar="ADDRESS", help="address at which other nodes reach this one"
-    )
-    train.add_argument(
-        "--secret",
-        metavar="FILE",
-        help="secret that all nodes share (default: one in run.dir; see docs/elastic.md)",
-    )
-    train.add_argument(
-        "--rdzv-conf", metavar="K=V,…", help="further settings, listed in elastic/rendezvous.py"
-    )
-    train.add_argument("--rdzv-id", default="perdure", help="name of the job (default perdure)")
+    add = train.add_argument
+    what = "check the recipe and its inputs, print it with all defaults, and stop"
+    add("--dry-run", action="store_true", help=what)
+    add("--nnodes", default="1", metavar="N or MIN:MAX", help="nodes (default 1)")
+    what = "ranks on this node (default: one per GPU; without GPUs 2)"
+    add("--nproc-per-node", type=int, metavar="N", help=what)
+    what = "where nodes meet; the same on all nodes, needed if there are several"
+    add("--rdzv-endpoint", metavar="HOST:PORT", help=what)
+    restarts = Limits.restarts
+    what = f"failures within one hour after which ranks are started again (default {restarts})"
+    add("--max-restarts", type=int, default=restarts, metavar="N", help=what)
+    add("--local-addr", metavar="ADDRESS", help="address at which other nodes reach this one")
+    what = "secret that all nodes share (default: one in run.dir; see docs/elastic.md)"
+    add("--secret", metavar="FILE", help=what)
+    add("--rdzv-conf", metavar="K=V,…", help="further settings, listed in elastic/rendezvous.py")
+    add("--rdzv-id", default="perdure", help="name of the job (default perdure)")
     train.set_defaults(run=_train)
 
 
 def add_store_command(commands: Commands) -> None:
-    store = add_command(
-        commands, "store", "host the rendezvous store of jobs, outside of their nodes"
-    )
+    what = "host the rendezvous store of jobs, outside of their nodes"
+    store = add_command(commands, "store", what)
     store.add_argument("--port", type=int, default=29400, help="default 29400; 0: any free port")
     store.set_defaults(run=_store)
 

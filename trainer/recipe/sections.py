@@ -610,6 +610,17 @@ class Recipe:
         return local_copy(self.run.dir) if self.in_bucket else Path(self.run.dir)
 
     @property
+    def paths(self) -> dict[str, str]:
+        """Recipe key → path or URL that it names, of everything that all nodes read or write."""
+        named = {
+            "run.dir": self.run.dir,
+            "checkpoint.directory": self.checkpoint.directory,
+            "model.init_from": self.model.init_from,
+            **{f"data.sources.{n}.path": one.path for n, one in enumerate(self.data.sources)},
+        }
+        return {key: path for key, path in named.items() if path}
+
+    @property
     def own_code(self) -> dict[str, str]:
         """Recipe key of user's code that changes the results of steps → `package.module:name`."""
         named = {

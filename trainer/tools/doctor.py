@@ -32,13 +32,12 @@ from trainer.text import table
 
 STORE_PORT = 29400
 ENOUGH_FILES = 4096
-"""Open files per process that suffice for a store of some hundred nodes and a loader of many
-shards."""
+"""Open files per process that suffice for a store of some hundred nodes and for a loader."""
 LITTLE_SHARED_MEMORY = 1 << 30
 """Bytes of /dev/shm below which the size is a container's default rather than a choice."""
 DRIVER_SECONDS = 30.0
 BUCKETS = ("s3", "gs", "az")
-"""Schemes of URLs whose client is the extra of this name."""
+"""Schemes of URLs, each the name of the extra with its client."""
 PURPOSES = {
     "parquet": "data in parquet and arrow",
     "zstd": "data in .zst",
@@ -61,19 +60,14 @@ class MachineFinding:
 
     name: str
     state: State
-    """note: training can start, but a feature is missing. WRONG: training cannot start."""
+    """ "note": training can start, but a feature is missing. "WRONG": training cannot start."""
     what: str
     cure: str = ""
-    """Remedy; "" if there is nothing to do."""
 
 
 def examine(recipe: Recipe | None = None) -> Iterator[MachineFinding]:
-    """Check this machine, in general or for one recipe.
-
-    Args:
-        recipe: also check its run directory, its buckets, and the extras that it needs; None: check
-            the working directory, and require no extra.
-    """
+    """Check this machine. With a recipe, also check its run directory, buckets and extras; without
+    one, check the working directory, and require no extra."""
     yield _ok("python", f"{platform.python_version()}, {sys.executable}")
     yield from _torch(recipe)
     yield from _room()
@@ -98,22 +92,13 @@ def examine(recipe: Recipe | None = None) -> Iterator[MachineFinding]:
 
 def report(findings: list[MachineFinding]) -> str:
     """Format findings as a table with remedies; the last line says whether training can start."""
+    shown = []
     lines = table([[finding.state, finding.name, finding.what] for finding in findings])
-    indent = " " * (len("WRONG") + 2)
-    shown = [
-        text
-        for line, finding in zip(lines, findings, strict=True)
-        for text in (line, f"{indent}→ {finding.cure}" if finding.cure else "")
-        if text
-    ]
+    for line, finding in zip(lines, findings, strict=True):
+        shown += [line, f"       → {finding.cure}"] if finding.cure else [line]
     wrong = sum(finding.state == "WRONG" for finding in findings)
     end = f"training cannot start here: {wrong} thing(s) to repair" if wrong else ""
     return "\n".join([*shown, "", end or "training can start here"])
-
-
-def can_start(findings: list[MachineFinding]) -> bool:
-    """Whether training can start: no finding is WRONG."""
-    return all(finding.state != "WRONG" for finding in findings)
 
 
 def _ok(name: str, what: str) -> MachineFinding:
@@ -141,7 +126,6 @@ def _torch(recipe: Recipe | None) -> Iterator[MachineFinding]:
 
 
 def _gpus(recipe: Recipe | None, built: str | None, count: int) -> MachineFinding:
-    """Compare the driver's GPUs with those that this build of torch can use."""
     driver, wanted = _driver(), "cpu" if recipe is None else recipe.run.device
     if count and wanted != "cpu":
         return _ok("GPUs", f"{count}: {driver or 'nvidia-smi does not answer'}")
@@ -178,18 +162,14 @@ def _room() -> Iterator[MachineFinding]:
     except OSError as error:
         yield MachineFinding("/dev/shm", "note", str(error), "mount a tmpfs there")
         return
-    size, free = (count * status.f_frsize / 1e9 for count in (status.f_blocks, status.f_bavail))
-    what = f"{free:.2f} GB free of {size:.2f}"
-    if status.f_bavail * status.f_frsize >= LITTLE_SHARED_MEMORY:
+    size, free = (count * status.f_frsize for count in (status.f_blocks, status.f_bavail))
+    what = f"{free / 1e9:.2f} GB free of {size / 1e9:.2f}"
+    if free >= LITTLE_SHARED_MEMORY:
         yield _ok("/dev/shm", f"{what}; checkpoints are copied there first")
         return
-    yield MachineFinding(
-        "/dev/shm",
-        "note",
-        f"{what}; a restart from memory needs room for a copy of the state, NCCL for buffers",
-        "remove what is in it; in a container, docker run --ipc=host, or an emptyDir of medium "
-        "Memory",
-    )
+    what += "; a restart from memory needs room for a copy of the state, NCCL for buffers"
+    cure = "remove files there; in a container, docker run --ipc=host, or an emptyDir of medium "
+    yield MachineFinding("/dev/shm", "note", what, f"{cure}Memory")
 
 
 def _folder(directory: Path) -> Iterator[MachineFinding]:
@@ -206,10 +186,9 @@ def _folder(directory: Path) -> Iterator[MachineFinding]:
             lacking = list(_lacking(Path(scratch)))
         free = shutil.disk_usage(place).free / 1e9
     except OSError as error:
+        what = f"{place} cannot be written: {error.strerror}"
         cure = "choose another run.dir, or correct its permissions"
-        yield MachineFinding(
-            "run.dir", "WRONG", f"{place} cannot be written: {error.strerror}", cure
-        )
+        yield MachineFinding("run.dir", "WRONG", what, cure)
         return
     what = f"{place}: {kind or 'unknown filesystem'}, {shared}, {free:.1f} GB free"
     yield _ok("run.dir", what)
@@ -219,24 +198,20 @@ def _folder(directory: Path) -> Iterator[MachineFinding]:
 
 def _lacking(scratch: Path) -> Iterator[tuple[str, str]]:
     """Yield (operation that the filesystem does not support, remedy)."""
-    file, other = scratch / "a", scratch / "b"
+    file = scratch / "a"
     with file.open("wb") as opened:
         opened.write(b"x")
         os.fsync(opened.fileno())
         try:
             fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            yield (
-                f"no locks ({error.strerror}): it takes 7 s to detect whether another launch runs",
-                "mount it with locks; NFS without nolock",
-            )
+            what = "it takes 7 s to detect whether another launch runs"
+            yield f"no locks ({error.strerror}): {what}", "mount it with locks; NFS without nolock"
     try:
-        os.link(file, other)
+        os.link(file, scratch / "b")
     except OSError as error:
-        yield (
-            f"no hard links ({error.strerror}): the job's secret cannot be created in it",
-            "use a file elsewhere: perdure train --secret FILE",
-        )
+        what = f"no hard links ({error.strerror}): the job's secret cannot be created in it"
+        yield what, "use a file elsewhere: perdure train --secret FILE"
     # checkpoints and records are committed by renames
     os.replace(file, scratch / "c")
 
@@ -247,21 +222,17 @@ def _limits() -> Iterator[MachineFinding]:
         yield _ok("open files", "unlimited" if files < 0 else f"{files:,} a process")
     else:
         cure = "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
-        yield MachineFinding(
-            "open files", "note", f"{files:,}: too few for jobs of many nodes", cure
-        )
-    adapters = Path("/sys/class/infiniband")
-    if not (adapters.is_dir() and any(adapters.iterdir())):
+        what = f"{files:,}: too few for jobs of many nodes"
+        yield MachineFinding("open files", "note", what, cure)
+    names = ", ".join(_entries("/sys/class/infiniband"))
+    if not names:
         return
-    names = ", ".join(sorted(path.name for path in adapters.iterdir()))
     try:
-        # as NCCL loads it
-        ctypes.CDLL("libibverbs.so.1")
+        ctypes.CDLL("libibverbs.so.1")  # as NCCL loads it
     except OSError:
         cure = "apt-get install libibverbs1 ibverbs-providers"
-        yield MachineFinding(
-            "InfiniBand", "note", f"{names}; NCCL uses TCP without libibverbs", cure
-        )
+        what = f"{names}; NCCL uses TCP without libibverbs"
+        yield MachineFinding("InfiniBand", "note", what, cure)
         return
     _, locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked == resource.RLIM_INFINITY:
@@ -271,10 +242,16 @@ def _limits() -> Iterator[MachineFinding]:
         yield MachineFinding("InfiniBand", "note", f"{names}; memlock is {locked:,} bytes", cure)
 
 
+def _entries(folder: str) -> list[str]:
+    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+
 def _network() -> Iterator[MachineFinding]:
-    folder = Path("/sys/class/net")
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    up = [name for name in names if _operstate(folder / name) in ("up", "unknown")]
+    up = []
+    for name in _entries("/sys/class/net"):
+        with suppress(OSError):
+            state = Path(f"/sys/class/net/{name}/operstate").read_text().strip()
+            up += [name] if state in ("up", "unknown") else []
     yield _ok("interfaces", ", ".join(up) or "none is up")
     host = socket.gethostname()
     try:
@@ -294,26 +271,16 @@ def _network() -> Iterator[MachineFinding]:
             yield _ok("port", f"{STORE_PORT} is free for a store")
     except OSError as error:
         what = f"{STORE_PORT}: {error.strerror}; a store or another program uses it"
-        yield MachineFinding(
-            "port", "note", what, "perdure store --port N, and the same in the endpoint"
-        )
-
-
-def _operstate(interface: Path) -> str:
-    with suppress(OSError):
-        return (interface / "operstate").read_text().strip()
-    return ""
+        cure = "perdure store --port N, and the same in the endpoint"
+        yield MachineFinding("port", "note", what, cure)
 
 
 def _compiler(recipe: Recipe | None) -> Iterator[MachineFinding]:
-    missing = [
-        package
-        for package, there in {
-            "g++": shutil.which("g++") or shutil.which("clang++"),
-            "python3-dev": (Path(sysconfig.get_paths()["include"]) / "Python.h").exists(),
-        }.items()
-        if not there
-    ]
+    installed = {
+        "g++": shutil.which("g++") or shutil.which("clang++"),
+        "python3-dev": (Path(sysconfig.get_paths()["include"]) / "Python.h").exists(),
+    }
+    missing = [package for package, there in installed.items() if not there]
     if not missing:
         yield _ok("compiler", "for torch.compile (strategy.compile, and kernels of updates)")
         return
@@ -324,27 +291,15 @@ def _compiler(recipe: Recipe | None) -> Iterator[MachineFinding]:
 
 
 def _needed_extras(recipe: Recipe) -> set[str]:
-    """Extras without which this recipe cannot train."""
     others = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
     schemes = {others.get(place.protocol, place.protocol) for place in _remote(recipe).values()}
-    used = {
-        "tensorboard": recipe.tracking.tensorboard,
-        **{scheme: scheme in schemes for scheme in BUCKETS},
-        "fp8": recipe.precision.matmul is not None,
-    }
-    return {extra for extra, is_used in used.items() if is_used}
+    used = {"tensorboard": recipe.tracking.tensorboard, "fp8": recipe.precision.matmul is not None}
+    return {*schemes.intersection(BUCKETS), *(extra for extra, is_used in used.items() if is_used)}
 
 
 def _remote(recipe: Recipe) -> dict[str, ObjectPath]:
     """Recipe key → place in an object store that it names."""
-    sources = {f"data.sources.{n}.path": one.path for n, one in enumerate(recipe.data.sources)}
-    named = {
-        "run.dir": recipe.run.dir,
-        "checkpoint.directory": recipe.checkpoint.directory,
-        "model.init_from": recipe.model.init_from,
-        **sources,
-    }
-    return {key: ObjectPath.of(path) for key, path in named.items() if path and "://" in path}
+    return {key: ObjectPath.of(path) for key, path in recipe.paths.items() if "://" in path}
 
 
 def buckets(recipe: Recipe) -> Iterator[MachineFinding]:

@@ -1,6 +1,5 @@
 """Drafts a recipe: sizes from the data, the strategy from the planner, and a reason at each key."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,40 +27,30 @@ PADDED = 128
 CPU = "cpu"
 
 
-@dataclass(frozen=True)
-class RecipeWishes:
-    """The user's choices for a new recipe."""
-
-    model: str
-    """Hugging Face directory, or name of a shipped recipe with an architecture."""
-    data: str
-    """Directory of prepared data."""
-    gpus: str
-    """GPUs of a node in the notation of `perdure plan`, or CPU."""
-    nodes: int
-
-
-def draft(wishes: RecipeWishes, file: str) -> str:
+def draft(model: str, data: str, gpus: str, nodes: int, file: str) -> str:
     """Return the text of a recipe.
 
     Args:
-        wishes: the user's choices.
+        model: Hugging Face directory, or name of a shipped recipe with an architecture.
+        data: directory of prepared data.
+        gpus: GPUs of a node in the notation of `perdure plan`, or CPU.
+        nodes: number of nodes.
         file: path of the recipe; the run directory gets the same name.
 
     Raises:
         RecipeError, DataError, ConfigError: a choice is impossible; the message has the remedy.
     """
-    index, model = _index(wishes.data), _model(wishes.model)
-    cpu = wishes.gpus == CPU
+    index, template = _index(data), _model(model)
+    cpu = gpus == CPU
     dtype, machine = "fp32", None
     if not cpu:
-        machine = describe_machine(wishes.gpus, wishes.nodes, dtype := "bf16")
+        machine = describe_machine(gpus, nodes, dtype := "bf16")
         if not machine.gpu.flash_attention:  # such a GPU also cannot multiply bf16
-            machine = describe_machine(wishes.gpus, wishes.nodes, dtype := "fp16")
-    tokens, longest = index["splits"]["train"]["tokens"], model["longest"]
+            machine = describe_machine(gpus, nodes, dtype := "fp16")
+    tokens, longest = index["splits"]["train"]["tokens"], template["longest"]
     vocabulary = index["vocab_size"]
-    if model["architecture"]:
-        model["architecture"]["vocab_size"] = -(-vocabulary // PADDED) * PADDED
+    if template["architecture"]:
+        template["architecture"]["vocab_size"] = -(-vocabulary // PADDED) * PADDED
     seq_len = _power_of_two(tokens // SEQUENCES, SHORTEST, min(LONGEST, longest))
     ranks = machine.world_size if machine else 1
     sequences = max(1, tokens // seq_len)
@@ -69,11 +58,11 @@ def draft(wishes: RecipeWishes, file: str) -> str:
     global_batch = _power_of_two(sequences // STEPS, least, max(least, LARGEST_BATCH))
     steps = -(-sequences // global_batch)
     values: dict[str, Any] = {
-        **model,
+        **template,
         "file": file,
         "run_dir": f"runs/{Path(file).stem}",
         "cpu": cpu,
-        "data": wishes.data,
+        "data": data,
         "tokens": tokens,
         "vocabulary": vocabulary,
         "seq_len": seq_len,
@@ -89,15 +78,14 @@ def draft(wishes: RecipeWishes, file: str) -> str:
     }
     if machine:
         # The draft itself is planned, so that the plan applies to the recipe as written.
-        plan = make_plan(_read(_render(values)), machine, "cuda")
-        values |= _plan_values(plan)
+        values |= _plan_values(make_plan(_read(_render(values)), machine, "cuda"))
     text = _render(values)
     _read(text)
     return text
 
 
 def this_machine() -> str:
-    """GPUs of this machine, in the notation of `RecipeWishes.gpus`."""
+    """GPUs of this machine, in the notation of `draft`."""
     import torch
 
     if not torch.cuda.is_available():
@@ -105,11 +93,6 @@ def this_machine() -> str:
     name, count = torch.cuda.get_device_name(0), torch.cuda.device_count()
     memory = torch.cuda.get_device_properties(0).total_memory
     return f"{count}x{listed_name(name) or f'{memory / 1e9:.0f}GB'}"
-
-
-def prepared_here() -> list[str]:
-    """Directories of prepared data in data/, as in the documentation."""
-    return sorted(str(path.parent) for path in Path("data").glob("*/index.json"))
 
 
 def with_architecture() -> dict[str, dict[str, Any]]:
@@ -141,30 +124,25 @@ def _index(data: str) -> dict[str, Any]:
 
 def _model(model: str) -> dict[str, Any]:
     """Values of the template for a model: `directory`, or `shipped` and `architecture`."""
-    own = {"directory": "", "shipped": "", "architecture": {}}
     if Path(model).is_dir():
         architecture = read_config(model)
         what = f"{architecture.model_type} of {model}, trained on."
-        return own | {
-            "directory": model,
-            "what": what,
-            "longest": architecture.max_position_embeddings,
-            # fine-tuning needs a far lower rate than pre-training
-            "lr": "1.0e-5",
-        }
+        values = {"what": what, "longest": architecture.max_position_embeddings, "lr": "1.0e-5"}
+        return {"directory": model, "shipped": "", "architecture": {}, **values}
     known = with_architecture()
     if model not in known:
         raise RecipeError(
             f"--model: {model} is no directory, and none of {', '.join(known)}; a model of the Hub "
             f"is downloaded by: hf download {model} --local-dir {Path(model).name}"
         )
-    hidden = known[model]["hidden_size"]
-    return own | {
+    shipped = known[model]
+    return {
+        "directory": "",
         "shipped": model,
-        "architecture": known[model],
-        "what": f"{known[model]['model_type']} as in {model}.yaml, from fresh weights.",
-        "longest": known[model].get("max_position_embeddings", LONGEST),
-        "lr": "1.0e-3" if hidden < 1024 else "3.0e-4",
+        "architecture": shipped,
+        "what": f"{shipped['model_type']} as in {model}.yaml, from fresh weights.",
+        "longest": shipped.get("max_position_embeddings", LONGEST),
+        "lr": "1.0e-3" if shipped["hidden_size"] < 1024 else "3.0e-4",
     }
 
 

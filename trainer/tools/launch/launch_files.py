@@ -8,7 +8,7 @@ in scripts, `| yaml` in YAML. Values without a filter are numbers, or words that
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -53,13 +53,11 @@ class LaunchedRun:
     """Contents of the recipe file."""
     overrides: Sequence[str]
     least: int
-    """Minimum number of nodes."""
     most: int
-    """Maximum number of nodes."""
+    """Minimum and maximum number of nodes."""
     gpus: int
-    """GPUs of a node; 0: none."""
     gpu_name: str
-    """Name of the GPUs; "" if unknown."""
+    """Number of GPUs of a node, and their name; "" if unknown."""
     ranks: int | None
     """Ranks of a node; None: one per GPU, or two without GPUs."""
     written_by: str
@@ -83,16 +81,8 @@ class LaunchedRun:
 
 
 def render(kind: str, job: LaunchedRun, **options: Any) -> str:
-    """Return the text of the file that launches a run.
-
-    Args:
-        kind: a key of TEMPLATES.
-        job: the run to launch.
-        options: further values for the template.
-
-    Raises:
-        RecipeError: an argument has characters that a comment cannot contain.
-    """
+    """Return the text of the file that launches a run. `kind`: a key of TEMPLATES. `options`:
+    further values for the template. Raises RecipeError if a path has control characters."""
     if not (job.written_by + job.path).isprintable():
         raise RecipeError(
             "launch: the command line has line ends or control characters, which the file cannot "
@@ -115,11 +105,8 @@ def render(kind: str, job: LaunchedRun, **options: Any) -> str:
 
 
 def _yaml_block(text: str, indent: int) -> str:
-    """Format a text of lines as a YAML value that is read as exactly this text.
-
-    Args:
-        indent: spaces before each line, two more than before the key.
-    """
+    """Format a text as a YAML value that is read as exactly this text. Each line is indented by
+    `indent` spaces, two more than the key."""
     text = text.replace("\r\n", "\n")
     # A YAML block cannot hold these characters, so write a JSON string.
     if not text.replace("\n", "").replace("\t", "").isprintable() or "\ufeff" in text:
@@ -131,7 +118,7 @@ def _yaml_block(text: str, indent: int) -> str:
 
 
 def submission(kind: str, file: Path, *, secret: bool) -> list[str]:
-    """Return the command that submits a written file. `secret`: as in LaunchedRun."""
+    """Return the command that submits a written file. `secret`: see LaunchedRun."""
     return {
         "slurm": ["sbatch", str(file)],
         "k8s": ["kubectl", "apply", "--filename", str(file)],
@@ -143,25 +130,16 @@ def submission(kind: str, file: Path, *, secret: bool) -> list[str]:
 
 
 def run_name(recipe: Recipe) -> str:
-    """Derive a name for the cluster from `tracking.name`, or else from the last part of
-    `run.dir`."""
+    """Derive the run's name on a cluster from `tracking.name` or `run.dir`."""
     name = recipe.tracking.name or Path(recipe.run.dir).name
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:LONGEST_NAME].strip("-")
     return f"perdure-{slug or 'run'}"  # begins with a letter, and is no YAML keyword
 
 
 def check_world(recipe: Recipe, least: int, most: int, ranks: int) -> None:
-    """Check that the recipe can train on these nodes, before a scheduler waits for them.
-
-    Args:
-        recipe: the recipe of the run.
-        least: minimum number of nodes.
-        most: maximum number of nodes.
-        ranks: ranks of each node.
-
-    Raises:
-        RecipeError: the strategy cannot divide the ranks, or there are too few sequences.
-    """
+    """Check that the recipe can train on `least` to `most` nodes of `ranks` ranks, before a
+    scheduler waits for them. Raises RecipeError if the strategy cannot divide the ranks, or there
+    are too few sequences."""
     from trainer.parallel.mesh import least_nodes, mesh_shape
     from trainer.recipe.strategies import exact, together
 
@@ -172,17 +150,13 @@ def check_world(recipe: Recipe, least: int, most: int, ranks: int) -> None:
 
 def check_inside(recipe: Recipe, shared: str) -> None:
     """Check that cloud nodes can reach all paths of the recipe: each must be a URL, or lie in
-    WORKSPACE, where relative paths begin.
+    WORKSPACE, where relative paths begin. Raises RecipeError, with a line for each other path.
 
     Args:
-        recipe: the recipe of the run.
         shared: options that would share WORKSPACE between nodes; "" if one of them is given.
-
-    Raises:
-        RecipeError: one line for each path that the nodes cannot reach.
     """
     lines = []
-    for key, path in _paths(recipe):
+    for key, path in recipe.paths.items():
         place = PurePosixPath(path)
         outside = place.is_absolute() and not place.is_relative_to(WORKSPACE)
         if "://" in path:
@@ -202,36 +176,17 @@ def check_inside(recipe: Recipe, shared: str) -> None:
 
 
 def in_bucket(recipe: Recipe, bucket: str) -> list[str]:
-    """Return overrides that replace the recipe's local paths by URLs in a bucket, for nodes that
-    share nothing else.
-
-    Args:
-        recipe: its local paths are below WORKSPACE, see `check_inside`.
-        bucket: URL of a folder.
-    """
+    """Return overrides that replace the recipe's local paths by URLs below `bucket`, for nodes that
+    share nothing else. `check_inside` has found these paths below WORKSPACE."""
     return [
-        # if `path` is absolute, `/` drops WORKSPACE; check_inside has found it below WORKSPACE
         f"{key}={bucket}/{(WORKSPACE / path).relative_to(WORKSPACE)}"
-        for key, path in _paths(recipe)
+        for key, path in recipe.paths.items()
         if "://" not in path
     ]
 
 
 def stores_of(recipe: Recipe) -> list[str]:
     """Return the object stores that a run uses, as keys of KEYS."""
-    paths = [path.partition("://") for _, path in _paths(recipe)]
+    paths = [path.partition("://") for path in recipe.paths.values()]
     named = {PROTOCOLS.get(protocol, protocol) for protocol, mark, _ in paths if mark}
     return sorted(named & KEYS.keys())
-
-
-def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) of everything that all nodes read or write."""
-    yield "run.dir", recipe.run.dir
-    for key, path in (
-        ("checkpoint.directory", recipe.checkpoint.directory),
-        ("model.init_from", recipe.model.init_from),
-    ):
-        if path:
-            yield key, path
-    for number, source in enumerate(recipe.data.sources):
-        yield f"data.sources.{number}.path", source.path
