@@ -192,7 +192,7 @@ def test_command(workspace):
     assert len(zero3["losses"]) == 4
     assert "cannot run" in offload["problem"]
     assert "strategy.name: fsdp" in offload["problem"]
-    assert "there are 2" in hybrid["problem"]
+    assert "the 2 rank(s)" in hybrid["problem"]
     assert hybrid["problem"] in output
     assert hybrid["problem"] in (folder / "compare.md").read_text()
     rows = list(csv.DictReader((folder / "compare.csv").open()))
