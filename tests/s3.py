@@ -51,7 +51,11 @@ class Handler(BaseHTTPRequestHandler):
         if not self.raw_requestline or not self.parse_request():
             self.close_connection = True
             return
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(length)
+        if len(body) < length:  # the client died: S3 stores nothing then
+            self.close_connection = True
+            return
         with self.server.lock:
             self.server.requests.append((self.command, self.path))
             fault = self.server.fault(self.command, self.path)

@@ -1,6 +1,7 @@
 """What came of a run in a bucket: `bucket_verdict.py URL DIRECTORY STEPS`, in a process that
 reaches the bucket. DIRECTORY is the same run on a local disk, to which nothing happened."""
 
+import logging
 import sys
 from pathlib import Path
 
@@ -20,6 +21,10 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 def main(url: str, directory: str, steps: int) -> None:
     """Fail unless all is as it should be."""
+    warnings: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("trainer.run.parts").addHandler(listener)
     run, undisturbed = ObjectPath.of(url), Path(directory)
     with local_runs([run]) as (copy,):
         history = read_history(copy.directory)
@@ -37,6 +42,7 @@ def main(url: str, directory: str, steps: int) -> None:
     found = diff(f"{url}/checkpoints", str(undisturbed / "checkpoints"))
     other = [*found.only_left, *found.only_right, *found.metas, *found.values]
     assert not other, f"tensors differ: {other[:3]}"
+    assert not warnings, warnings  # parts left out
     print(
         f"{len(history.attempts)} attempts of {newest_term(run)} {TERMS}, "
         f"{len(PartsReader(run).lines())} {LINES}, {found.identical} tensors bitwise equal"

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -144,6 +145,17 @@ def objects_below(directory: ObjectPath) -> list[str]:
 
 
 # --- tests ---------------------------------------------------------------------------------------
+
+
+def test_a_request_whose_client_dies_stores_nothing(directory, store):
+    """As in S3, and unlike the server behind the proxy."""
+    place = directory / "half"
+    head = f"PUT /{place.bucket}/{place.key} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf"
+    with socket.create_connection(("127.0.0.1", store.server_port)) as client:
+        client.sendall(head.encode())
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(100) == b""
+    assert store_of(directory).find(place) is None
 
 
 @soak
