@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -171,7 +171,10 @@ def one_run(directory: Path, name: str, case: str, turns: int) -> dict[str, Any]
 
 def cpu_of(job: PausableJob, *, trackers: bool) -> float:
     """CPU seconds of a run's trackers up to now, or of all its other processes."""
-    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(job.pid)}
+    lines = {}
+    for pid in descendants(job.pid):
+        with suppress(OSError):  # it has just ended
+            lines[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
     return sum(cpu_seconds(pid) for pid, line in lines.items() if (b"trackers" in line) == trackers)
 
 

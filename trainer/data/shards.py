@@ -1,7 +1,7 @@
 """Prepared data sets: token shards, document ends, and the index.json that lists them. numpy only.
 
-A data set is in a directory, or in an object store, where remote.py reads the shards. All functions
-raise StorageError if the store does not answer, or denies access.
+A data set is in a directory, or in an object store, where remote.py reads the shards. Functions
+that read an object store raise StorageError if it does not answer, or denies access.
 
 [Note: prepared data set]
 ```

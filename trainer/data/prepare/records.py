@@ -50,7 +50,10 @@ def read_piece(
         DataError: the whole file is unreadable: damaged, or without the column.
     """
     path = Path(piece.file)
-    blocks = read_blocks(path, piece.start, piece.end, report)  # opened by its first use
+    # A table or an array is read to its end: cut within a row that is being appended, it would lose
+    # the rest of that row unnoticed.
+    end = piece.end if piece.form.kind in ("text", "json lines") else None
+    blocks = read_blocks(path, piece.start, end, report)  # opened by its first use
     match piece.form.kind:
         case "parquet":
             return _parquet(path, piece, field, report)

@@ -8,8 +8,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,9 +26,34 @@ LOOPBACK = ("127.0.0.1", "localhost")
 IDLE_SECONDS, LONGEST_SECONDS, MOST_CONNECTIONS = 30.0, 90.0, 32
 """Seconds without a byte, and seconds in all, after which a connection is closed; most connections
 at a time. Further connections are closed before they get a thread."""
-CPU_SHARE, CPU_RESERVE = 0.01, 10.0
-"""CPU seconds per second that replies may take in the long run, and CPU seconds that they may save
-up. So a client that asks without end takes next to nothing from training on this machine."""
+CPU_SHARE, CPU_RESERVE, CPU_WAIT_SECONDS = 0.01, 10.0, 30.0
+"""CPU seconds per second that replies may take in the long run, CPU seconds that they may save up,
+and the longest wait for them. So a client that asks without end takes little from training on this
+machine."""
+
+
+class CpuBudget:
+    """CPU time of replies, as a token bucket."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left, self._at = CPU_RESERVE, time.monotonic()
+
+    @contextmanager
+    def spend(self) -> Iterator[None]:
+        """Context in which a reply is made, after a wait for CPU time. One reply at a time, so that
+        those that wait do not begin together."""
+        with self._lock:
+            now = time.monotonic()
+            self._left = min(CPU_RESERVE, self._left + CPU_SHARE * (now - self._at))
+            self._at = now
+            if self._left < 0:
+                time.sleep(min(-self._left / CPU_SHARE, CPU_WAIT_SECONDS))
+            begun = time.thread_time()
+            try:
+                yield
+            finally:
+                self._left -= time.thread_time() - begun
 
 
 class PageServer(ThreadingHTTPServer):
@@ -41,8 +66,7 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, paths: Sequence[Path], host: str, port: int) -> None:
         self.host, self.runs = host, open_runs(paths)
         self.token = secrets.token_urlsafe(16)
-        self.lock = threading.Lock()
-        self._reserve, self._reserve_at = CPU_RESERVE, (time.monotonic(), time.process_time())
+        self.budget = CpuBudget()
         self._open: dict[Any, float] = {}
         """Connection → when it was accepted, on the monotonic clock."""
         if ":" in host:
@@ -81,19 +105,8 @@ class PageServer(ThreadingHTTPServer):
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
-    def pace(self) -> None:
-        """Wait until this process has CPU time left: a token bucket."""
-        with self.lock:
-            now = time.monotonic(), time.process_time()
-            passed, used = (new - old for new, old in zip(now, self._reserve_at, strict=True))
-            self._reserve = min(CPU_RESERVE, self._reserve + CPU_SHARE * passed - used)
-            self._reserve_at = now
-            wait = -self._reserve / CPU_SHARE
-        if wait > 0:
-            time.sleep(min(wait, LONGEST_SECONDS))
-
     def answer(self, path: str, query: Mapping[str, list[str]]) -> tuple[str, str]:
-        """Return (content type, text) for a request.
+        """Return (content type, text) for a request. One call at a time, as views change.
 
         Raises:
             LookupError: the page or run does not exist.
@@ -101,24 +114,22 @@ class PageServer(ThreadingHTTPServer):
             LedgerError: the ledger was deleted.
         """
         given = {name: values[0] for name, values in query.items()}
-        # views change while they are read, and requests come from many threads
-        with self.lock:
-            if path == "/":
-                for run in self.runs:
-                    _refresh(run)
-                return "text/html", page(self.runs, live=True)
-            if path != "/data":
-                raise LookupError(path)
-            place = int(given.get("run", 0))
-            if not 0 <= place < len(self.runs):
-                raise LookupError(f"run {place}")
-            run = self.runs[place]
-            _refresh(run)
-            if "from" in given:
-                reply: object = {"curves": run.stretch(float(given["from"]), float(given["to"]))}
-            else:
-                file, seen, samples = (given.get(name, "") for name in ("file", "seen", "samples"))
-                reply = run.since(file, int(given.get("since", -1)), seen, samples)
+        if path == "/":
+            for run in self.runs:
+                _refresh(run)
+            return "text/html", page(self.runs, live=True)
+        if path != "/data":
+            raise LookupError(path)
+        place = int(given.get("run", 0))
+        if not 0 <= place < len(self.runs):
+            raise LookupError(f"run {place}")
+        run = self.runs[place]
+        _refresh(run)
+        if "from" in given:
+            reply: object = {"curves": run.stretch(float(given["from"]), float(given["to"]))}
+        else:
+            file, seen, samples = (given.get(name, "") for name in ("file", "seen", "samples"))
+            reply = run.since(file, int(given.get("since", -1)), seen, samples)
         # strict, as browsers reject NaN
         return "application/json", json.dumps(reply, allow_nan=False, separators=(",", ":"))
 
@@ -136,7 +147,6 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "perdure", ""
 
     def do_GET(self) -> None:
-        self.server.pace()
         try:
             url = urlsplit(self.path)
             query = parse_qs(url.query, max_num_fields=20)
@@ -149,7 +159,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "open the link that the command printed")
             return
         try:
-            kind, text = self.server.answer(url.path, query)
+            with self.server.budget.spend():
+                kind, text = self.server.answer(url.path, query)
             self._send(HTTPStatus.OK, kind, text)
         except (LookupError, ValueError) as error:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", f"not found: {error}")
