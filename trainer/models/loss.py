@@ -242,8 +242,9 @@ class _ScaledGradients(torch.autograd.Function):
 
 class _ChunkedLoss(_ScaledGradients):
     """Sum of the cross-entropies of hidden (N, D), weight (V, D) and labels (N). Forward also
-    computes the gradients, while the logits exist. So there are three matrix products, as many as
-    without chunks (FusedLinearCrossEntropy of Hsu et al. 2024, "Liger Kernel")."""
+    computes the gradients, while the logits exist. So there are as many matrix products as without
+    chunks: three, or two with a frozen head (FusedLinearCrossEntropy of Hsu et al. 2024, "Liger
+    Kernel")."""
 
     @staticmethod
     def forward(
@@ -315,25 +316,26 @@ class _ShardedLoss(_ScaledGradients):
         trained = with_gradients and ctx.needs_input_grad[1]
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
         chunks = _chunks_of_logits(hidden, weight, labels, rows, start, None)
-        for part, logits, index, mine in chunks:
-            counts = labels[part] != IGNORED_LABEL
-            largest = logits.amax(1)
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-            logits.sub_(largest[:, None])  # so that exp does not overflow
-            target = logits.gather(1, index)[:, 0] * mine
-            likely = logits.exp_()
-            sums = torch.stack([likely.sum(1), target])
-            dist.all_reduce(sums, group=group)
-            total += ((sums[0].log() - sums[1]) * counts).sum()
-            if to_hidden is not None:
-                likely.div_(sums[0][:, None]).scatter_add_(1, index, -mine.float()[:, None])
-                # Rows whose label does not count have no gradient.
-                gradient = likely.mul_(counts[:, None]).to(hidden.dtype)
-                torch.mm(gradient, weight, out=to_hidden[part])
-                if to_weight is not None:
-                    add_product(to_weight, gradient.T, hidden[part])
-                del gradient
-            del logits, likely  # frees memory before the next chunk's logits
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part, logits, index, mine in chunks:
+                counts = labels[part] != IGNORED_LABEL
+                largest = logits.amax(1)
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+                logits.sub_(largest[:, None])  # so that exp does not overflow
+                target = logits.gather(1, index)[:, 0] * mine
+                likely = logits.exp_()
+                sums = torch.stack([likely.sum(1), target])
+                dist.all_reduce(sums, group=group)
+                total += ((sums[0].log() - sums[1]) * counts).sum()
+                if to_hidden is not None:
+                    likely.div_(sums[0][:, None]).scatter_add_(1, index, -mine.float()[:, None])
+                    # Rows whose label does not count have no gradient.
+                    gradient = likely.mul_(counts[:, None]).to(hidden.dtype)
+                    torch.mm(gradient, weight, out=to_hidden[part])
+                    if to_weight is not None:
+                        add_product(to_weight, gradient.T, hidden[part])
+                    del gradient
+                del logits, likely  # frees memory before the next chunk's logits
         ctx.save_for_backward(to_hidden, to_weight)
         ctx.dtype = weight.dtype
         return total
@@ -356,17 +358,20 @@ class _LabelLogProbs(torch.autograd.Function):
         log_probs = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
         sums = torch.zeros_like(log_probs)  # logarithms of the softmax sums
         chunks = _chunks_of_logits(hidden, weight, labels, rows, start, cap)
-        for part, logits, index, mine in chunks:
-            target = logits.gather(1, index)[:, 0] * mine
-            if group is None:
-                total = logits.logsumexp(1)
-            else:
-                largest = logits.amax(1)
-                dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-                both = torch.stack([logits.sub_(largest[:, None]).exp_().sum(1), target])
-                dist.all_reduce(both, group=group)
-                total, target = both[0].log() + largest, both[1]
-            sums[part], log_probs[part] = total, (target - total) * (labels[part] != IGNORED_LABEL)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part, logits, index, mine in chunks:
+                target = logits.gather(1, index)[:, 0] * mine
+                if group is None:
+                    total = logits.logsumexp(1)
+                else:
+                    largest = logits.amax(1)
+                    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+                    both = torch.stack([logits.sub_(largest[:, None]).exp_().sum(1), target])
+                    dist.all_reduce(both, group=group)
+                    total, target = both[0].log() + largest, both[1]
+                sums[part] = total
+                log_probs[part] = (target - total) * (labels[part] != IGNORED_LABEL)
+                del logits  # frees memory before the next chunk's logits
         ctx.save_for_backward(hidden, weight, labels, sums)
         ctx.rows, ctx.start, ctx.cap = rows, start, cap
         return log_probs
@@ -380,15 +385,18 @@ class _LabelLogProbs(torch.autograd.Function):
         trained = ctx.needs_input_grad[1]
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
         chunks = _chunks_of_logits(hidden, weight, labels, ctx.rows, ctx.start, ctx.cap)
-        for part, logits, index, mine in chunks:
-            factor = weights[part, None]
-            slope = None if ctx.cap is None else _slope(logits, ctx.cap)
-            likely = logits.sub_(sums[part, None]).exp_().mul_(-factor)
-            wide = likely.scatter_add_(1, index, factor * mine[:, None])
-            gradient = (wide if slope is None else wide.mul_(slope)).to(hidden.dtype)
-            torch.mm(gradient, weight, out=to_hidden[part])
-            if to_weight is not None:
-                add_product(to_weight, gradient.T, hidden[part])
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part, logits, index, mine in chunks:
+                factor = weights[part, None]
+                slope = None if ctx.cap is None else _slope(logits, ctx.cap)
+                likely = logits.sub_(sums[part, None]).exp_().mul_(-factor)
+                wide = likely.scatter_add_(1, index, factor * mine[:, None])
+                gradient = (wide if slope is None else wide.mul_(slope)).to(hidden.dtype)
+                torch.mm(gradient, weight, out=to_hidden[part])
+                if to_weight is not None:
+                    add_product(to_weight, gradient.T, hidden[part])
+                # frees memory before the next chunk's logits
+                del logits, slope, likely, wide, gradient
         return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), *(None,) * 5
 
 
@@ -396,14 +404,12 @@ def _chunks_of_logits(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, start: int, cap: float | None
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Yield (rows of `hidden`, their float32 logits, column of each label in them (R, 1), whether
-    the label counts and this rank has its column) in chunks of rows."""
+    the label counts and this rank has its column) in chunks of rows. Autocast must be off."""
     wide: dict[str, Any] = {"out_dtype": torch.float32} if on_gpu(hidden) else {}
-    # Autocast stays off in the loop body of the caller, too, until this generator ends.
-    with torch.autocast(hidden.device.type, enabled=False):
-        for begin in range(0, len(labels), rows):
-            part = slice(begin, begin + rows)
-            label = labels[part] - start
-            mine = (labels[part] != IGNORED_LABEL) & (label >= 0) & (label < len(weight))
-            index = label.clamp(0, len(weight) - 1)[:, None]
-            # No variable here refers to the logits, so that the caller can free them.
-            yield part, capped(torch.mm(hidden[part], weight.T, **wide).float(), cap), index, mine
+    for begin in range(0, len(labels), rows):
+        part = slice(begin, begin + rows)
+        label = labels[part] - start
+        mine = (labels[part] != IGNORED_LABEL) & (label >= 0) & (label < len(weight))
+        index = label.clamp(0, len(weight) - 1)[:, None]
+        # No variable here refers to the logits, so that the caller can free them.
+        yield part, capped(torch.mm(hidden[part], weight.T, **wide).float(), cap), index, mine

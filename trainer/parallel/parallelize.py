@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 DRAWN_BYTES = 4 << 30
-"""Largest number of bytes of whole initial tensors that exist at once, besides a larger tensor."""
+"""Most bytes of whole initial tensors that exist at once. A larger tensor is drawn alone."""
 
 Fill = Callable[[str, tuple[int, ...]], torch.Tensor]
 """Maps (FQN, global shape) to the whole initial tensor, on the CPU. Called from several threads."""
