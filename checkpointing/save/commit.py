@@ -104,9 +104,6 @@ def _claims(directory: P) -> list[tuple[int, P]]:
     """Returns (number, path) of all claims, oldest first."""
     paths = storage_of(directory).children(directory)
     found = ((_CLAIM.fullmatch(path.name), path) for path in paths)
-    found = (
-        (_CLAIM.fullmatch(path.name), path) for path in storage_of(directory).children(directory)
-    )
     return sorted(
         ((int(match[1]), path) for match, path in found if match), key=lambda claim: claim[0]
     )

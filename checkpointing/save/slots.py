@@ -195,6 +195,8 @@ def available_bytes() -> int:
     limits of its control groups. Page cache counts as free."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    if not free:
+        raise StorageError("/proc/meminfo has no MemAvailable")
     try:
         _, _, group = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)
         path = Path("/sys/fs/cgroup") / group.lstrip("/")

@@ -269,12 +269,12 @@ def lock_file(directory: Path, *, make: bool) -> Iterator[int | None]:
         descriptor = None
         # fails if the file is another user's, missing, or in a directory that is not writable
         with suppress(OSError):
-            descriptor = os.open(directory / LOCK_FILE, flags, 0o600)
-            stack.callback(os.close, descriptor)
-            found = os.fstat(descriptor)
+            lock = os.open(directory / LOCK_FILE, flags, 0o600)
+            stack.callback(os.close, lock)
+            found = os.fstat(lock)
             # another user could hold a lock on a file that is not private for ever
-            if found.st_mode & 0o077 or found.st_uid not in TrustedUsers((), directory):
-                descriptor = None
+            if not found.st_mode & 0o077 and found.st_uid in TrustedUsers((), directory):
+                descriptor = lock
         yield descriptor
 
 

@@ -280,6 +280,14 @@ def test_memory_that_is_still_coming_free_is_waited_for(steps, enough):
     assert found == next((size for size in sizes if size >= enough << 27), sizes[-1])
 
 
+def test_memory_of_which_the_kernel_says_nothing_is_an_error(tmp_path, monkeypatch):
+    """And a limit of a control group alone does not count, as the machine may have less."""
+    (tmp_path / "meminfo").write_text("MemTotal: 8 kB\nMemFree: 8 kB\n")
+    monkeypatch.setattr(slots, "Path", lambda path: tmp_path / Path(path).name)
+    with pytest.raises(StorageError, match="no MemAvailable"):
+        slots.available_bytes()
+
+
 def test_slots_that_are_made_anew_leave_no_file_open(tmp_path):
     options = CheckpointOptions(slot_directory=str(tmp_path))
     opened, others = [], children(os.getpid())

@@ -347,6 +347,17 @@ def test_who_may_only_read_holds_nothing_up_by_a_lock(tmp_path):
         os.close(descriptor)
 
 
+def test_a_lock_file_whose_owner_is_unknown_is_not_used(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(errno.ESTALE, "as NFS says")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail)
+        with lock_file(tmp_path, make=True) as descriptor:
+            pass
+    assert descriptor is None
+
+
 def delete_and_die(path, calls):
     """delete(path) in a process that is killed at its next system call after `calls`, if it gets
     there; whether it was."""
