@@ -160,7 +160,8 @@ CLOUDS: dict[str, Callable[[str], NoticeSource]] = {"aws": Aws, "gcp": Gcp, "azu
 def parse_sources(text: str, address: str = ADDRESS, dmi: Path = DMI) -> list[NoticeSource]:
     """Create the notice sources that `text` names: "aws", "gcp", "azure", "file:<path>" and "auto",
     separated by commas; may be empty. "auto" is the cloud that this machine is in, if it is one of
-    the three. `dmi`: folder with the firmware's description of the machine."""
+    the three. Raises ValueError for any other word. `dmi`: folder with the firmware's description
+    of the machine."""
     sources: dict[str, NoticeSource] = {}
     for word in (part.strip() for part in text.split(",")):
         name = guess_cloud(dmi) if word == "auto" else word

@@ -110,6 +110,23 @@ def test_who_does_not_let_go_in_time_is_forked_anew_and_the_others_stay(
     assert [(failure.rank, failure.why) for failure in node.group.failures] == [(2, "SIGKILL")]
 
 
+def test_a_process_that_has_closed_its_socket_waits_for_no_round(node, start_rank, tmp_path):
+    """The zygote may report its end only after its stand-in has ended."""
+    stand_in = start_rank(0, "stay", tmp_path / "rank")
+    ranks = node._ranks
+    assert until(lambda: 0 in ranks and ranks[0].process and ranks[0].process.able, 60)
+    process = ranks[0].process
+    os.kill(node._zygote.pid, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGKILL)
+    assert until(lambda: process.recall is None, 20)
+    node.expect_stop()
+    stand_in.kill()
+    assert until(lambda: process.key in node._ending, 20), "it is not killed"
+    assert not node._kept
+    os.kill(node._zygote.pid, signal.SIGCONT)
+    assert until(lambda: not node._ending, 20)
+
+
 def test_a_rank_is_forked_only_when_the_one_before_is_gone(node, start_rank, tmp_path):
     """Until then it may hold the memory of a device, of which two do not fit."""
     path = tmp_path / "starts"
