@@ -160,8 +160,9 @@ def test_parts_that_no_run_has_written_hide_nothing(run, tmp_path, monkeypatch):
     store, line = store_of(run), '{"step": %d, "time": 9}'
     for first in (0, 1):
         store.write(run / "lines" / "000001" / f"{first:09}-{first + 1:09}", b"%d\n" % first)
-    for forged in ("000000000-999999999", "000000000-000000003", "000000002-000000001"):
-        store.write(run / "lines" / "000001" / forged, b"forged\n")
+    forged = "000000000-999999999", "000000000-000000003", "000000002-000000001"
+    for name in (*forged, "0000000002-0000000003"):
+        store.write(run / "lines" / "000001" / name, b"forged\n")
     assert PartsReader(run).lines() == [b"0\n", b"1\n"]
     copy, ahead = BucketRecordCopy(run, tmp_path), time.time() + 3600
     monkeypatch.setattr(time, "time", lambda: ahead)
@@ -318,6 +319,21 @@ def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
     Shipper(run, tmp_path / "next", "job", owner()).__exit__(None, None, None)
     assert lines_of(run) == written
     assert not list((tmp_path / "next/journal").iterdir())
+
+
+def test_a_damaged_part_hides_no_line_that_a_machine_has(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(Shipper, "_ship", lambda self: None)  # the thread
+    store, reader = store_of(run), PartsReader(run)
+    written = [json.dumps({"kind": "event", "number": number}) for number in range(6)]
+    with Shipper(run, tmp_path, "job", owner()) as unsent:
+        for line in written:
+            unsent.add(line)
+        store.write(run / unsent.tail.name, b"half of\n")
+        store.write(run / LineRange(1, 2, [""] * 7).name, b"half of\n")
+    assert reader.lines() == []
+    Shipper(run, tmp_path, "job", owner()).__exit__(None, None, None)
+    assert lines_of(run) == written
+    assert b"".join(reader.lines()).decode().splitlines() == written
 
 
 def test_records_of_steps_that_are_done_again_are_left_out(run, tmp_path):

@@ -8,7 +8,8 @@
 
 A line is identified by its term and its number within the term. So parts may overlap, and any
 process that has lines may store them: rank 0, the process that commits a checkpoint, or a later
-attempt that finds lines in memory or on its disk. Readers sort lines by (term, number).
+attempt that finds lines in memory or on its disk. Readers sort lines by (term, number). They leave
+out a part that holds other lines than its name says; whoever has these lines stores them again.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -40,7 +41,7 @@ FILES = re.compile(
 """Names of the small files of a run that are stored in its bucket."""
 TRIES = 20
 """Attempts at reading the listed parts, which merging may delete meanwhile."""
-_PART = re.compile(r"(\d{6,})/(\d{9,})-(\d{9,})")
+_PART = re.compile(LINES + r"/(\d{6,})/(\d{9,})-(\d{9,})")
 _READERS = 8
 
 
@@ -83,16 +84,21 @@ def part_name(term: int, first: int, after_last: int) -> str:
 
 def parts_of(run: ObjectPath, term: int) -> list[tuple[int, int]]:
     """Return (first line, line after the last) of each part of a term, sorted."""
-    folder = f"{term:06}"
-    found = store_of(run).walk(run / LINES / folder)
+    folder = f"{LINES}/{term:06}"
+    found = store_of(run).walk(run / folder)
     return sorted((first, after) for _, first, after in _parsed(f"{folder}/{n}" for n in found))
 
 
 def stored_until(run: ObjectPath, term: int, first: int) -> int:
     """Return the number of the first line of a term, from `first` on, that no part holds."""
+    store = store_of(run)
     for begin, end in parts_of(run, term):
-        if begin <= first:
-            first = max(first, end)
+        name = part_name(term, begin, end)
+        # The part may have been merged meanwhile: then its lines are stored twice.
+        with suppress(FileNotFoundError):
+            # Read, because readers leave out a part that holds other lines than its name says.
+            if begin <= first < end and _holds_its_lines(name, store.read(run / name)):
+                first = end
     return first
 
 
@@ -107,8 +113,8 @@ class PartsReader:
     def __init__(self, run: ObjectPath) -> None:
         self._run = run
         self._known: dict[str, bytes] = {}
-        self._wrong = set[str]()
-        """Names of parts that do not hold the lines that they are named by."""
+        self._wrong = dict[str, ObjectStat]()
+        """Part that does not hold the lines that it is named by → its size and time."""
         self.changed = 0.0
         """Unix time of the newest part, by the store's clock."""
 
@@ -117,13 +123,14 @@ class PartsReader:
         StorageError if the store does not answer, or parts change faster than they are read."""
         store = store_of(self._run)
         for _ in range(TRIES):
-            found: Mapping[str, ObjectStat] = store.walk(self._run / LINES)
+            listed = store.walk(self._run / LINES)
+            found = {f"{LINES}/{name}": stat for name, stat in listed.items()}
             wanted, reach = [], dict[int, int]()
             parts = sorted(_parsed(found), key=lambda part: (part[0], part[1], -part[2]))
             for term, first, after in parts:
                 name = part_name(term, first, after)
                 # if the part does not reach further, another part holds all its lines
-                if after > reach.get(term, 0) and name not in self._wrong:
+                if after > reach.get(term, 0) and self._wrong.get(name) != found.get(name):
                     reach[term] = after
                     wanted.append((term, first, name))
             names = [name for _, _, name in wanted]
@@ -142,7 +149,7 @@ class PartsReader:
                     self._run,
                     ", ".join(sorted(wrong)),
                 )
-                self._wrong |= wrong
+                self._wrong |= {name: found[name] for name in wrong}
                 continue
             self.changed = max((stat.st_mtime for stat in found.values()), default=0.0)
             return _in_order((term, first, self._known[name]) for term, first, name in wanted)

@@ -148,7 +148,11 @@ class Shipper:
         """Store the lines of an earlier term that no part holds; returns whether there were any."""
         rest = span.after(stored_until(self._run, span.term, span.first))
         if rest.lines:
-            store_of(self._run).write_new(self._run / rest.name, rest.data)
+            store, part = store_of(self._run), self._run / rest.name
+            try:
+                store.write_new(part, rest.data)
+            except FileExistsError:  # a part of this name that holds other lines
+                store.write(part, rest.data)
         return bool(rest.lines)
 
     def _store_journals(self) -> None:
