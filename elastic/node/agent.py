@@ -179,7 +179,8 @@ class NodeAgent:
 
     def leave(self, how: str, code: int = EXIT_REQUEUE) -> None:
         """Make the ranks save, pause and then end with `code`, because this machine will be taken
-        away or the user ends the job on it. `how` is the cause, for the log."""
+        away or the user ends the job on it. `how` is the cause, for the log. A signal handler may
+        call this."""
         if not self.leaving:
             logger.warning("this node must leave the job (%s): saving after this step", how)
         self.leaving = self.leaving or code  # the first notice decides the exit code
