@@ -43,6 +43,7 @@ class Handler(BaseHTTPRequestHandler):
     """One connection to the proxy."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body waits for no acknowledgement of its headers
     server: Proxy
 
     def handle_one_request(self) -> None:
