@@ -12,4 +12,6 @@ class Late:
         self._name = name
 
     def __getattr__(self, key: str) -> Any:
+        if key.startswith("_"):  # pytest asks each name of a test module whether it is a test
+            raise AttributeError(key)
         return getattr(importlib.import_module(self._name), key)

@@ -7,7 +7,6 @@ from collections import deque
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from checkpointing import Checkpointer, WrongModel
 from tests.checkpointing.worlds import run_ranks, same_bits
@@ -167,6 +166,8 @@ def test_an_optimizer_that_hides_state_is_refused(tmp_path):
 
 
 def test_state_of_each_rank_is_refused_or_the_same(tmp_path):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which compiles for a while
+
     def rank(number):
         parameters, other = start("AdamW")
         zero = ZeroRedundancyOptimizer([*parameters.values()], torch.optim.AdamW, lr=0.1)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -23,9 +22,11 @@ from checkpointing.format.peft import name_in_file
 from checkpointing.tools.inspect import show, verify
 from tests.distributed.jobs import Job, assert_audited, losses, soak, wait_for_step
 from tests.distributed.lora_gradients import VOCABULARY, batch, of_layouts, values
+from tests.late import Late
 from trainer.cli.main import parse
 from trainer.tools.generate import generate
 
+peft = Late("peft")
 LORA = (
     "model.architecture=null", "model.init_from=base", "model.adapter.rank=4",
     "model.adapter.alpha=8", "model.adapter.base=fp32",
@@ -73,11 +74,11 @@ def oracle(base):
 
     def oracle(whole, folder=base):
         also = ["lm_head", "embed_tokens"] if whole else None
-        config = LoraConfig(
+        config = peft.LoraConfig(
             r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM",
             modules_to_save=also,
         )  # fmt: skip
-        model = get_peft_model(plain(folder), config)
+        model = peft.get_peft_model(plain(folder), config)
         trained = {
             name.removeprefix("base_model.model.")
             .replace(".default.weight", "")
@@ -228,7 +229,7 @@ def test_peft_opens_it_and_it_can_be_merged(workspace, undisturbed, base, monkey
     ids, _ = batch()
     with torch.no_grad():
         start = plain(base)(ids).logits
-        expected = PeftModel.from_pretrained(plain(base), undisturbed)(ids).logits
+        expected = peft.PeftModel.from_pretrained(plain(base), undisturbed)(ids).logits
         assert (expected - start).abs().max() > 0.1, "the adapter has learned something"
         assert plain(undisturbed)(ids).logits.equal(expected)
         perdure("ckpt", "export", "lora-alone", "exported")
@@ -262,8 +263,8 @@ def test_over_a_base_in_bf16_ranks_agree_and_the_loss_falls(workspace, base, tra
     tensors = load_file(step / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     assert name_in_file("lm_head.weight") in tensors
-    peft = PeftModel.from_pretrained(plain(base), step)
-    trained = peft.base_model.model.lm_head.modules_to_save["default"].weight
+    adapted = peft.PeftModel.from_pretrained(plain(base), step)
+    trained = adapted.base_model.model.lm_head.modules_to_save["default"].weight
     assert trained.equal(tensors[name_in_file("lm_head.weight")])
     assert not trained.equal(plain(base).lm_head.weight)
 
@@ -386,7 +387,8 @@ def test_over_nf4_worlds_agree_and_what_is_merged_is_what_was_trained(
     with torch.no_grad():
         before = plain(wide[1])(ids).logits
         trained, off = (
-            PeftModel.from_pretrained(plain(folder), steps[0])(ids).logits for folder in wide[::-1]
+            peft.PeftModel.from_pretrained(plain(folder), steps[0])(ids).logits
+            for folder in wide[::-1]
         )
         assert (trained - before).abs().max() > 0.1, "the adapter has learned something"
         perdure("ckpt", "export", "nf4-1", "nf4-merged", "--merge")

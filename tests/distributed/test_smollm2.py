@@ -11,17 +11,18 @@ import time
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from elastic.record.history import read_history
 from lab.local_nodes import LocalNode, LocalNodes, start_python
 from tests.distributed.jobs import ROOT, losses, soak, starts
+from tests.late import Late
 from trainer.cli.main import parse
 from trainer.data.shards import TokenDataset
 from trainer.tools.report.report import check
 
+peft = Late("peft")
 pytestmark = [soak, pytest.mark.timeout(3600)]
 RECIPE = "smollm2_sft.yaml"
 CHATS, STEPS = 50, 12
@@ -183,7 +184,7 @@ def test_others_open_it_merge_it_and_train_on(home, undisturbed, tmp_path):
         for question in QUESTIONS
     ]  # fmt: skip
     perdure(home, "ckpt", "export", undisturbed, tmp_path / "merged", "--merge", "--dtype", "fp32")
-    adapted = PeftModel.from_pretrained(plain(published), undisturbed)
+    adapted = peft.PeftModel.from_pretrained(plain(published), undisturbed)
     merged = plain(tmp_path / "merged")
     with torch.no_grad():
         for prompt in prompts:
@@ -206,7 +207,7 @@ def test_others_open_it_merge_it_and_train_on(home, undisturbed, tmp_path):
         learning_rate=1e-3, report_to=[], use_cpu=True, bf16=False, save_strategy="no",
         gradient_checkpointing=False,
     )  # fmt: skip
-    model = PeftModel.from_pretrained(plain(published), undisturbed, is_trainable=True)
+    model = peft.PeftModel.from_pretrained(plain(published), undisturbed, is_trainable=True)
     trainer = trl.SFTTrainer(model, args=options, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
     model.save_pretrained(tmp_path / "on")

@@ -8,7 +8,6 @@ import signal
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -16,12 +15,14 @@ from lab.local_nodes import LocalNodes
 from tests.checkpointing.faults import until
 from tests.distributed.jobs import ROOT, Forked, losses, soak, starts, wait_for_step
 from tests.distributed.lora_gradients import batch, documents, of_layouts
+from tests.late import Late
 from tests.their_models import CONFIGS, VOCABULARY, publish, separate_loss
 from trainer.data.loader import TokenStream
 from trainer.data.prepare.prepare import prepare
 from trainer.recipe.architecture import bundled_families
 from trainer.tools.generate import generate
 
+peft = Late("peft")
 STEPS = 12
 BOUND = 1e-4
 """Of gradients in float32, relative to those of each weight: measured 5e-6."""
@@ -247,7 +248,7 @@ def test_an_adapter(workspace, published, train):
     ids = torch.arange(3, 51)[None]
     with torch.no_grad():
         before = model(ids).logits
-        expected = PeftModel.from_pretrained(model, step)(ids).logits
+        expected = peft.PeftModel.from_pretrained(model, step)(ids).logits
         assert (expected - before).abs().max() > 1e-3
     found = losses(workspace, "adapted")
     assert found[20] < 0.9 * found[1]

@@ -4,19 +4,18 @@ Asks no cluster."""
 import copy
 from functools import cache
 
-import kubernetes_validate
 import yaml
 from jsonschema import Draft202012Validator
-from kubeflow_trainer_api import models
-from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
+from tests.late import Late
 from tests.misspelt import misspelt
 
+kubernetes_validate, models = Late("kubernetes_validate"), Late("kubeflow_trainer_api.models")
 MODELS = {
-    "JobSet": models.JobsetV1alpha2JobSet,
-    "TrainJob": models.TrainerV1alpha1TrainJob,
-    "ClusterTrainingRuntime": models.TrainerV1alpha1ClusterTrainingRuntime,
+    "JobSet": "JobsetV1alpha2JobSet",
+    "TrainJob": "TrainerV1alpha1TrainJob",
+    "ClusterTrainingRuntime": "TrainerV1alpha1ClusterTrainingRuntime",
 }
 K8S = ["--image", "registry/perdure:1", "--nodes", "2:8", "--queue", "team", "--interface", "net1"]
 WRITTEN = [
@@ -40,8 +39,9 @@ def problem(document):
     """What is wrong with a manifest; empty if nothing is."""
     if document["kind"] not in MODELS:
         return by_schema(document)
+    model = getattr(models, MODELS[document["kind"]])
     try:
-        back = MODELS[document["kind"]].from_dict(copy.deepcopy(document)).to_dict()
+        back = model.from_dict(copy.deepcopy(document)).to_dict()
     except Exception as error:  # whatever a model raises, it does not take the document
         return str(error)
     if unknown := list(lost(document, back)):
@@ -75,7 +75,8 @@ def definitions():
 
 def contents(name):
     version = kubernetes_validate.latest_version()
-    return schema_contents(f"kubernetes-json-schema/v{version}-local-strict/{name}.json", version)
+    path = f"kubernetes-json-schema/v{version}-local-strict/{name}.json"
+    return kubernetes_validate.utils.schema_contents(path, version)
 
 
 def lost(given, back, path=""):
