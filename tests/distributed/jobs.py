@@ -9,20 +9,23 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import chdir
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
 from benchmarks.support import json_lines
 from checkpointing.load.memory import token
+from checkpointing.save import link
 from checkpointing.save.peers import read_manifest
 from checkpointing.storage.folders import living_folders
 from elastic.process import die_with_parent
+from tests.checkpointing import forked_writer
 from trainer.tools.report.report import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -65,8 +68,9 @@ EP = ("strategy.ep=2",)
 
 class Job:
     """One job: its ranks, forked from a process that has imported what they need and started
-    nothing, in the environment that torchrun would give them. A single rank is started as by a user
-    without torchrun, unless `torchrun` is true. `odd` is added to the environment of the last."""
+    nothing, in the environment that torchrun would give them. Their writers are forked, too. A
+    single rank is started as by a user without torchrun, unless `torchrun` is true. `odd` is added
+    to the environment of the last."""
 
     def __init__(
         self,
@@ -95,7 +99,8 @@ class Job:
         for rank in range(ranks):
             own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} if torchrun else {}
             own |= (odd or {}) if rank == ranks - 1 else {}
-            self.ranks.append(_fork(arguments, folder, {**environment, **own}, self._log))
+            start = environment | own
+            self.ranks.append(_fork(arguments, folder, start, self._log, forked_writer.launch))
 
     def wait(self) -> tuple[int, str]:
         """(exit code of the first rank that failed, or 0; output), at the latest after two
@@ -160,10 +165,15 @@ class Forked:
 
 
 def _fork(
-    command: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    log: Path,
+    launch_writer: Callable[[], Any] = link.launch,
 ) -> multiprocessing.process.BaseProcess:
     log.touch()
-    process = FORKS.Process(target=_become, args=(folder, log, environment, command))
+    arguments = (folder, log, environment, command, launch_writer)
+    process = FORKS.Process(target=_become, args=arguments)
     # The server, which the first fork starts, finds what it preloads by its working directory. If
     # it finds nothing it says nothing, and each fork imports torch and the trainer.
     with chdir(ROOT):
@@ -172,10 +182,15 @@ def _fork(
 
 
 def _become(
-    folder: Path, log: Path, environment: Mapping[str, str], command: Sequence[str]
+    folder: Path,
+    log: Path,
+    environment: Mapping[str, str],
+    command: Sequence[str],
+    launch_writer: Callable[[], Any],
 ) -> None:
     """`python -m` COMMAND in a process that was just forked."""
     die_with_parent()
+    link.launch = launch_writer
     assert PRELOADED[0] in sys.modules, "the fork server has preloaded nothing"
     os.setsid()
     # As in an interpreter of its own:
