@@ -34,8 +34,12 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that may take longer than the others come first: nobody waits for them in the end."""
-    items.sort(key=lambda item: not item.get_closest_marker("timeout"))
+    """Tests that may take longer than the others come first, and then those of whole jobs: nobody
+    waits for them in the end."""
+    jobs = Path(__file__).parent / "distributed"
+    items.sort(
+        key=lambda item: (not item.get_closest_marker("timeout"), jobs not in item.path.parents)
+    )
 
 
 @pytest.hookimpl(wrapper=True)
