@@ -78,14 +78,15 @@ def chats(size: int) -> Iterator[str]:
 def bare(file: Path, tokenizer: Path) -> float:
     """Tokens per CPU second of the tokenizer alone."""
     from trainer.data.prepare.chats import read_chat
-    from trainer.data.prepare.template import ChatTemplate, read_template, special_variables
+    from trainer.data.prepare.template import ChatTemplate, read_template
     from trainer.data.tokenizer import read_tokenizer
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    template = ChatTemplate(read_template(None, tokenizer), special_variables(tokenizer), None)
+    source = read_template(None, tokenizer, {})
+    template = ChatTemplate(source.sources, source.variables, None)
     with file.open(encoding="utf-8") as lines:
         given = [read_chat(json.loads(line)) for line in lines.readlines(SHOWN_BYTES)]
-    texts = [template.text(chat.messages, chat.tools) for chat in given]
+    texts = [template.marked(chat.messages, chat.tools) for chat in given]
     encoder = read_tokenizer(tokenizer / "tokenizer.json")
     began, tokens = time.process_time(), 0
     for first in range(0, len(texts), BATCH):

@@ -71,26 +71,29 @@ def inspect(directory: str | Place, documents: int = 2) -> str:
 
 @dataclass(frozen=True)
 class SampledDocument:
-    """A document of a data set with its tokens, for display."""
+    """A document with its tokens, for display."""
 
     number: int
     """Index in the training split."""
     tokens: Sequence[tuple[int, str, bool]]
     """(id, text, whether it is trained) of each token."""
 
+    @property
+    def headline(self) -> str:
+        trained = sum(is_trained for *_, is_trained in self.tokens)
+        return f"document {self.number}, {len(self.tokens):,} tokens, {trained:,} of them trained"
+
 
 def sample(directory: str | Place, count: int) -> list[SampledDocument]:
-    """Return `count` documents of the training split, evenly spaced. Raises DataError for no
-    prepared data set, or a damaged file."""
+    """Return `count` documents of the training split, evenly spaced. Raises DataError."""
     dataset = TokenDataset(directory, "train")
     tokenizer = read_tokenizer(location(directory) / "tokenizer.json")
     lengths = dataset.lengths()
-    ends = lengths.cumsum()
+    starts = lengths.cumsum() - lengths
     count = min(count, len(lengths))
     found = []
     for number in (place * len(lengths) // count for place in range(count)):
-        length = int(lengths[number])
-        start = int(ends[number]) - length
+        start, length = int(starts[number]), int(lengths[number])
         ids = dataset.read(start, length).tolist()
         trained = dataset.read_trained(start, length).tolist()
         texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
@@ -99,36 +102,28 @@ def sample(directory: str | Place, count: int) -> list[SampledDocument]:
 
 
 def as_text(documents: Sequence[SampledDocument], columns: int | None, *, colour: bool) -> str:
-    """Format documents for a terminal or a file.
-
-    Args:
-        documents: from `sample`.
-        columns: width of the terminal; None without a terminal.
-        colour: mark trained tokens by colour instead of by *.
-    """
+    """Format documents for a terminal or a file (no `columns`); `colour` else * marks trained."""
     lines = []
     for document in documents:
-        lines += ["", _headline(document)]
-        line, width = "", 0
+        lines += ["", document.headline, ""]
+        width = 0
         for number, text, trained in document.tokens:
-            cell = f"{number}[{printable(text)}]"
-            cell = f"*{cell}" if trained and not colour else cell
+            mark = "*" if trained and not colour else ""
+            cell = f"{mark}{number}[{printable(text)}]"
             if width and width + len(cell) + 1 > (columns or 100):
-                lines.append(line)
-                line, width = "", 0
+                lines.append("")
+                width = 0
             gap = " " if width else ""
             width += len(gap + cell)
-            line += gap + (f"\x1b[1;32m{cell}\x1b[0m" if trained and colour else cell)
-        lines.append(line)
+            lines[-1] += gap + (f"\x1b[1;32m{cell}\x1b[0m" if trained and colour else cell)
     return "\n".join(lines)
 
 
 def as_page(directory: str | Place, documents: Sequence[SampledDocument]) -> str:
-    """Format documents as an HTML page."""
     title = html.escape(printable(f"{directory}: {len(documents)} documents"))
     parts = [_PAGE.replace("TITLE", title)]
     for document in documents:
-        parts.append(f"<h2>{html.escape(_headline(document))}</h2>\n<p>")
+        parts.append(f"<h2>{html.escape(document.headline)}</h2>\n<p>")
         for number, text, trained in document.tokens:
             shown = html.escape(printable(text)) or "&nbsp;"
             kind = ' class="t"' if trained else ""
@@ -136,12 +131,6 @@ def as_page(directory: str | Place, documents: Sequence[SampledDocument]) -> str
             parts += ["<br>"] if "\n" in text else []
         parts.append("</p>\n")
     return "".join(parts)
-
-
-def _headline(document: SampledDocument) -> str:
-    trained = sum(is_trained for *_, is_trained in document.tokens)
-    size = len(document.tokens)
-    return f"document {document.number}, {size:,} tokens, {trained:,} of them trained"
 
 
 _PAGE = """\

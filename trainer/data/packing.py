@@ -86,16 +86,15 @@ class TokenWindows:
 
 
 class DocumentBins:
-    """Sequences of whole documents, as many as fit; both answers of a pair are in one sequence. A
-    padding document without labels fills the remaining places of a sequence."""
+    """Sequences of whole documents or pairs, filled up with a padding document without labels."""
 
     def __init__(self, dataset: TokenDataset, seq_len: int) -> None:
         self._dataset, self._length = dataset, seq_len
         self.together = 2 if dataset.kind == "pairs" else 1
         """Number of consecutive documents that stay in one sequence."""
         self.documents = dataset.documents
-        lengths = dataset.lengths()
-        self._ends = np.cumsum(lengths)
+        self._lengths = lengths = dataset.lengths()
+        self._begins = np.cumsum(lengths) - lengths
         items, starts = best_fit(lengths.reshape(-1, self.together).sum(1), seq_len)
         members = items[:, None] * self.together + np.arange(self.together)
         self._documents, self._starts = members.ravel(), starts * self.together
@@ -103,59 +102,52 @@ class DocumentBins:
         self.counted = True
         # `best_fit` sorts bins by length; shuffled, any part of them resembles the whole.
         self._order = Permutation(max(1, self.sequences))(np.arange(self.sequences))
-        kept = lengths[self._documents]
         self.items = len(items)
         """Documents, or pairs, in all sequences."""
         self.left_out = len(lengths) // self.together - self.items
         """Documents, or pairs, that are left out: longer than a sequence, or below two tokens."""
-        self.tokens = int(kept.sum())
-        """Tokens in all sequences, without padding."""
+        self.tokens = int(lengths[self._documents].sum())
         # Approximate: documents differ in their share of trained tokens.
         self.labels = int(dataset.trained * self.tokens / max(1, dataset.tokens))
 
     def documents_in(self, sample: int) -> NDArray[np.int64]:
-        """Indices of the documents in a sequence, in order."""
         number = int(self._order[sample])
         return self._documents[self._starts[number] : self._starts[number + 1]]
 
     def begin(self, samples: Iterable[int]) -> list[object]:
-        """Start to fetch sequences for later calls of `read`; see `TokenDataset.begin`."""
-        inside = [number for sample in samples for number in self.documents_in(sample).tolist()]
-        return [*self._dataset.begin(map(self._window, inside))]
+        """See `TokenWindows.begin`."""
+        windows = (window for sample in samples for window in self._windows(sample))
+        return [*self._dataset.begin(windows)]
 
-    def _window(self, document: int) -> tuple[int, int]:
-        """Return (first token, number of tokens) of a document."""
-        begin = int(self._ends[document - 1]) if document else 0
-        return begin, int(self._ends[document]) - begin
+    def _windows(self, sample: int) -> list[tuple[int, int]]:
+        """Return the (first token, length) of each document."""
+        inside = self.documents_in(sample)
+        begins, lengths = self._begins[inside], self._lengths[inside]
+        return list(zip(begins.tolist(), lengths.tolist(), strict=True))
 
     def documents_of(self, sample: int) -> NDArray[np.int64]:
-        """Index in the data set of each label's document, (T,); -1 at each document's last token,
-        which has no label, and in padding."""
-        indices, place = np.full(self._length, -1, np.int64), 0
-        for document in self.documents_in(sample).tolist():
-            _, size = self._window(document)
-            indices[place : place + size - 1] = document
-            place += size
+        """Index in the data set of each label's document, (T,); -1 where there is no label."""
+        indices, inside = np.full(self._length, -1, np.int64), self.documents_in(sample)
+        ends = np.cumsum(self._lengths[inside])
+        indices[: ends[-1]] = np.repeat(inside, self._lengths[inside])
+        indices[ends - 1] = -1
         return indices
 
     def read(self, sample: int, *, documents: bool) -> PackedSequence:
-        """Read a sequence by its index, with numbered documents. Raises DataError if a file is
-        damaged."""
+        """See `TokenWindows.read`; documents are always numbered."""
         dataset, length = self._dataset, self._length
         ids = np.full(length, dataset.eos_id, np.int64)
         labels = np.full(length, IGNORED_LABEL, np.int64)
         numbers = np.zeros(length, np.int64)
         place = 0
-        for count, document in enumerate(self.documents_in(sample).tolist()):
-            begin, size = self._window(document)
+        for count, (begin, size) in enumerate(self._windows(sample), 1):
             tokens = ids[place : place + size] = _known(dataset, begin, size)
             counts = dataset.read_trained(begin + 1, size - 1)
             # A document's last token has no label: the next token belongs to another document.
             labels[place : place + size - 1][counts] = tokens[1:][counts]
             place += size
-            # All later tokens of the sequence get the next number. The next document then
-            # overwrites those after its own tokens. After the last document they are padding.
-            numbers[place:] = count + 1
+            # of what follows: the next document, or padding
+            numbers[place:] = count
         return PackedSequence(ids, labels, numbers, crc32(labels.data, crc32(ids.data)))
 
 
@@ -174,18 +166,11 @@ def _known(dataset: TokenDataset, start: int, length: int) -> NDArray[np.int64]:
 
 
 def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pack whole documents into bins of `room` tokens. The longest remaining document opens a bin;
-    the longest that still fits is added until none fits. Documents of equal length keep their
-    order.
-
-    Args:
-        lengths: (N,) tokens of each document. Documents longer than `room` are left out, as are
-            those below two tokens, which have no label.
-
-    Returns:
-        (Documents of all bins, concatenated; index in that array of each bin's first document,
-            followed by the array's length.)
-    """
+    """Pack whole documents of `lengths` (N,) into bins of `room` tokens. The longest remaining
+    document opens a bin; the longest that still fits is added until none fits. Documents of equal
+    length keep their order. Those longer than `room`, or below two tokens, are left out.
+    Returns (documents of all bins; index in that array of each bin's first document, followed by
+    the array's length)."""
     fits = np.flatnonzero((lengths <= room) & (lengths > 1))
     by_length = fits[np.argsort(lengths[fits], kind="stable")]
     alive, firsts, counts = (
@@ -220,6 +205,5 @@ def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], 
 
 
 def packing_of(dataset: TokenDataset, seq_len: int, pack: Pack) -> TokenWindows | DocumentBins:
-    """Pack a data set into sequences, as `data.pack` says."""
     whole = dataset.kind != "documents" if pack == "auto" else pack == "whole"
     return DocumentBins(dataset, seq_len) if whole else TokenWindows(dataset, seq_len)

@@ -165,11 +165,11 @@ _INDEX = {
     "splits": {split: {**_COUNTS, "shards": [_SHARD]} for split in SPLITS},
 }
 """Keys of index.json → checks of their values."""
-_SHARD_OF_CHATS = _SHARD | {"trained": count, "trained_sha256": a_text, "trained_crc32": [count]}
-_COUNTS_OF_CHATS = {**_COUNTS, "trained": count, "shards": [_SHARD_OF_CHATS]}
+_TRAINED = {"trained": count, "trained_sha256": a_text, "trained_crc32": [count]}
+_SPLIT_OF_CHATS = {**_COUNTS, "trained": count, "shards": [_SHARD | _TRAINED]}
 _INDEX_OF_CHATS = {
     **{**_INDEX, "kind": _kind, "chats": {"template": a_text}},
-    "splits": dict.fromkeys(SPLITS, _COUNTS_OF_CHATS),
+    "splits": dict.fromkeys(SPLITS, _SPLIT_OF_CHATS),
 }
 _ABOUT = {
     **{"start_ids": [count], "documents": count, "rejected": count, "plan": a_text},
@@ -312,24 +312,22 @@ class TokenDataset:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def read_trained(self, start: int, length: int) -> NDArray[np.bool_]:
-        """Whether each token of [start, start + length) is a label. A DataError names the damaged
-        .trained file."""
+        """Whether each token of [start, start + length) is a label. Raises DataError."""
         if not self.masked:
             return np.ones(length, bool)
         parts = []
         for shard, offset, size in self._pieces(start, length):
             bits = self._bits_of(shard)[offset // 8 : -(-(offset + size) // 8)]
-            unpacked = np.unpackbits(bits, bitorder="little")[offset % 8 :][:size]
-            parts.append(unpacked.astype(bool))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            parts.append(np.unpackbits(bits, bitorder="little")[offset % 8 :][:size])
+        return np.concatenate(parts).astype(bool)
 
     def lengths(self) -> NDArray[np.int64]:
-        """Number of tokens of each document. A DataError names the damaged .ends file."""
-        parts = [
-            np.diff(np.asarray(self._ends_of(shard), np.int64), prepend=0)
-            for shard in range(len(self._entries))
-        ]
-        return np.concatenate([np.empty(0, np.int64), *parts])
+        """Number of tokens of each document. Raises DataError if a .ends file is damaged."""
+        parts = [np.empty(0, np.int64)]
+        for shard in range(len(self._entries)):
+            ends = self._ends_of(shard).astype(np.int64)
+            parts.append(np.diff(ends, prepend=0))
+        return np.concatenate(parts)
 
     def check_ends(self) -> None:
         """Check document ends and trained tokens of the first shards, up to _CHECKED_AT_START
@@ -404,7 +402,6 @@ class TokenDataset:
         return self._ends[shard]
 
     def _bits_of(self, shard: int) -> NDArray[np.uint8]:
-        """Packed bits of a shard's tokens: 1 if trained."""
         if shard not in self._bits:
             path, entry = self._path(shard, "trained"), self._entries[shard]
             size = -(-entry["tokens"] // 8)

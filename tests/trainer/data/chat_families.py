@@ -82,17 +82,17 @@ def chat(*turns: str, **more: object) -> Chat:
 
 def law(template, encoder, of):
     """The law, with everything encoded whole: documents as (ids, trained)."""
-    tokens = encoder._tokenizer
+    tokens = encoder.tokenizer
 
     def encode(text):
         return tokens.encode(text, add_special_tokens=False).ids
 
-    whole = encode(template.text(of.messages, of.tools))
+    whole = encode(template.marked(of.messages, of.tools))
     one, each = (whole, [False] * len(whole)), []
     stable = True
     for turn in of.trained:
-        prompt = encode(template.text(of.messages[:turn], of.tools, prompt=True))
-        upto = encode(template.text(of.messages[: turn + 1], of.tools))
+        prompt = encode(template.marked(of.messages[:turn], of.tools, prompt=True))
+        upto = encode(template.marked(of.messages[: turn + 1], of.tools))
         pairs = zip(prompt, upto, strict=False)
         same = next((n for n, (p, q) in enumerate(pairs) if p != q), min(len(prompt), len(upto)))
         each.append((upto, [n >= same for n in range(len(upto))]))

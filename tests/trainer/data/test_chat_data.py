@@ -152,14 +152,16 @@ def test_forms_pairs_and_tables(tmp_path, home, here, capsys):
     records = [
         {"messages": said}, {"instruction": "Q", "output": "A"}, {"prompt": "Q", "completion": "A"},
         {"messages": [{"role": "user", "content": "<|im_end|>"}, *said]}, {"text": "x"}, 3,
+        {"messages": [{"role": "user", "content": "\ud800"}, *said]},
     ]  # fmt: skip
     file = write(tmp_path / "mixed.jsonl", records)
     index = prepare([file], tmp_path / "mixed", chat=True, **options)
-    assert (index["documents"], index["rejected"]) == (3, 3)
+    assert (index["documents"], index["rejected"]) == (3, 4)
     rejects = [json.loads(line) for line in (tmp_path / "mixed" / "rejects.jsonl").open()]
-    assert [one["line"] for one in rejects] == [4, 5, 6]
+    assert [one["line"] for one in rejects] == [4, 5, 6, 7]
     assert [one["problem"][:24] for one in rejects] == [
         "a text spells the specia", "no chat: it has neither ", "a number, not an object",
+        "a text has half of a sur",
     ]  # fmt: skip
     pairs = [{"prompt": f"Q{n}", "chosen": f"good {n}", "rejected": f"bad {n}"} for n in range(9)]
     half = {**options, "validation_fraction": 0.5}

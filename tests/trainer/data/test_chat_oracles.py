@@ -17,9 +17,8 @@ from trainer.data.prepare.spans import ChatEncoder, SpanFinder
 from trainer.data.prepare.template import (
     ChatTemplate,
     RenderError,
-    blocks_in,
     special_variables,
-    without_blocks,
+    split_blocks,
 )
 from trainer.data.tokenizer import read_tokenizer
 
@@ -124,16 +123,15 @@ def compared(training, tokens, variables, chats):
             counts["refused by both"] += 1
             continue
         marked = template.marked(read_chat({"messages": messages}).messages, None)
-        text = without_blocks(marked)
+        whole, blocks = encoder.encode(marked), split_blocks(marked)[1]
         oracle = fast.apply_chat_template(
             messages, chat_template=training, return_dict=True, return_assistant_tokens_mask=True
         )
-        (whole,) = encoder.encode([text], offsets=True)
-        mask = whole.inside(blocks_in(marked)).astype(int).tolist()
+        mask = (whole.blocks > 0).astype(int).tolist()
         same = {
-            "text": text == theirs[0],
-            "blocks": joined(blocks_in(marked)) == joined(map(tuple, spans[0])),
-            "tokens": whole.ids == oracle["input_ids"],
+            "text": whole.text == theirs[0],
+            "blocks": joined(blocks) == joined(map(tuple, spans[0])),
+            "tokens": whole.ids.tolist() == oracle["input_ids"],
             "mask": mask == oracle["assistant_masks"],
         }
         counts[all(same.values())] += 1
@@ -182,9 +180,11 @@ def test_by_real_tokenizers_tokens_and_masks_are_those_of_transformers(january, 
     served = 0
     for kind, messages in chats.items():
         of = read_chat({"messages": messages})
-        (found,) = SpanFinder(template, encoder, "assistant", "letters").documents([(of, "auto")])
-        if isinstance(found, ChatError):
-            print(kind, found)
+        try:
+            finder = SpanFinder(template, encoder, "assistant", "letters")
+            found = finder.documents(finder.rendered(of), "auto")
+        except ChatError as error:
+            print(kind, error)
             continue
         served += 1
         expected = law(template, encoder, of)
@@ -201,15 +201,18 @@ def test_by_turns_each_document_is_the_chat_until_there():
         template = compiled(original)
         for messages in CHATS.values():
             of = read_chat({"messages": messages})
-            (found,) = SpanFinder(template, encoder, "assistant", "reject").documents(
-                [(of, "each")]
-            )
-            if isinstance(found, ChatError):
+            try:
+                finder = SpanFinder(template, encoder, "assistant", "reject")
+                found = finder.documents(finder.rendered(of), "each")
+            except ChatError:
                 continue
-            texts = [template.text(of.messages[: turn + 1], of.tools) for turn in of.trained]
-            assert [one.ids.tolist() for one in found] == [one.ids for one in encoder.encode(texts)]
-            whole = template.text(of.messages, of.tools)
-            counts[name] += not all(whole.startswith(text) for text in texts)
+            each = [
+                encoder.encode(template.marked(of.messages[: turn + 1], of.tools))
+                for turn in of.trained
+            ]
+            assert [one.ids.tolist() for one in found] == [one.ids.tolist() for one in each]
+            whole = encoder.encode(template.marked(of.messages, of.tools)).text
+            counts[name] += not all(whole.startswith(one.text) for one in each)
     print(counts)
     assert sum(count > 0 for count in counts.values()) >= 4, "of which later messages change"
 
@@ -224,24 +227,21 @@ def test_the_law_is_what_trl_trains_where_it_follows_it():
             of = read_chat({"messages": messages})
             try:
                 ours = SpanFinder(compiled(original), encoder, "assistant", "reject")
-                (found,) = ours.documents([(of, "auto")])
-                if isinstance(found, ChatError):
-                    raise found
-                document, *more = found
+                document, *more = ours.documents(ours.rendered(of), "auto")
                 marked = compiled(training).marked(of.messages, None)
             except (ChatError, RenderError):
                 verdicts[name]["refused"] += 1
                 continue
-            (whole,) = encoder.encode([without_blocks(marked)], offsets=True)
-            theirs = whole.inside(blocks_in(marked))
+            whole = encoder.encode(marked)
+            theirs = whole.blocks > 0
             if more:
                 verdicts[name]["each"] += 1
-            elif document.ids.tolist() != whole.ids:
+            elif document.ids.tolist() != whole.ids.tolist():
                 verdicts[name]["text"] += 1
             else:
                 extra = theirs & ~document.trained
                 missing = document.trained & ~theirs
-                blank = encoder._tokenizer.decode(document.ids[missing].tolist()).strip() == ""
+                blank = encoder.tokenizer.decode(document.ids[missing].tolist()).strip() == ""
                 verdicts[name]["equal" if not extra.any() and blank else "other"] += 1
     for name, verdict in verdicts.items():
         print(f"{name:28}", dict(verdict))

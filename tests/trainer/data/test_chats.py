@@ -27,6 +27,8 @@ from tests.trainer.data.chat_families import (
 )
 from trainer.data.prepare.chats import ChatError, form_of, read_chat, read_pair
 from trainer.data.prepare.spans import ChatEncoder, SpanFinder, notes_for_user
+from trainer.data.prepare.template import _BLOCK_BEGIN as BLOCK_BEGIN
+from trainer.data.prepare.template import _BLOCK_END as BLOCK_END
 from trainer.data.prepare.template import ChatTemplate
 
 
@@ -46,11 +48,9 @@ def find(encoder):
     def find(source, of, turns="auto", loss="assistant", spelled="reject", noted=None, **variables):
         template = compiled(source, **variables)
         finder = SpanFinder(template, encoder, loss, spelled)
-        (documents,) = finder.documents([(of, turns)])
-        if isinstance(documents, ChatError):
-            raise documents
+        documents = finder.documents(finder.rendered(of), turns)
         if noted is not None:
-            noted += notes_for_user(finder.counts, finder.examples)
+            noted += notes_for_user([finder.noted()])
         return documents
 
     return find
@@ -70,7 +70,7 @@ def shown(encoder, find):
                     runs += [[]] * (not before)
                     runs[-1] = [*runs[-1], one]
                 before = trained
-            decode = encoder._tokenizer.decode
+            decode = encoder.tokenizer.decode
             texts = [decode(ids, skip_special_tokens=False) for ids in (whole, *runs)]
             found.append((texts[0], "|".join(texts[1:])))
         return found
@@ -215,7 +215,8 @@ def test_templates_that_nobody_has_written(find, encoder):
 
 
 def test_in_pieces_a_chat_has_the_tokens_that_it_has_as_a_whole():
-    """Also where added tokens overlap, take spaces beside them, or depend on their neighbours."""
+    """Also where added tokens overlap, take spaces beside them, or depend on their neighbours; and
+    the blocks that offsets in the whole text give."""
     draw = np.random.default_rng(0)
     tricky = [
         AddedToken("<|x|>", lstrip=True, normalized=False),
@@ -229,14 +230,20 @@ def test_in_pieces_a_chat_has_the_tokens_that_it_has_as_a_whole():
     for added in (None, *tricky):
         made = tokenizer()
         made.add_tokens([added] if added else [])
-        encoder = ChatEncoder(made, "".join(names))
-        texts = ["".join(draw.choice([*PIECES, *names], 12)) for _ in range(40)]
-        cuts = 0
-        pairs = zip(encoder.encode(texts), encoder.encode(texts, offsets=True), strict=True)
-        for pieces, whole in pairs:
-            assert pieces.ids == whole.ids, added
-            assert all(whole.offsets[n][0] == begin for _, begin, n in pieces.cuts), added
-            cuts += len(pieces.cuts)
+        encoder, cuts = ChatEncoder(made, "".join(names)), 0
+        for _ in range(40):
+            parts = draw.choice([*PIECES, *names], 12).tolist()
+            begin, end = sorted(draw.integers(0, 13, 2))
+            text = "".join(parts)
+            first, last = len("".join(parts[:begin])), len("".join(parts[:end]))
+            whole = made.encode(text, add_special_tokens=False)
+            inside = [first < last and a < last and first < b for a, b in whole.offsets]
+            marked = [*parts[:begin], BLOCK_BEGIN, *parts[begin:end], BLOCK_END, *parts[end:]]
+            for given, blocks in ((parts, [False] * len(inside)), (marked, inside)):
+                found = encoder.encode("".join(given))
+                assert found.ids.tolist() == whole.ids, added
+                assert (found.blocks > 0).tolist() == blocks, added
+            cuts += len(list(encoder._pieces(text))) - 1
         assert (cuts > 0) == (added is None or not added.single_word), added
 
 
@@ -270,7 +277,7 @@ def test_letters_that_spell_a_special_token(find, shown, encoder):
     ):
         find(PLAIN, chat(said, "no"))
     (document,) = find(PLAIN, chat(said, "no"), spelled="letters")
-    end = encoder._tokenizer.token_to_id("<|im_end|>")
+    end = encoder.tokenizer.token_to_id("<|im_end|>")
     assert document.ids.tolist().count(end) == 2
     text = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\nno<|im_end|>\n"
     assert shown(PLAIN, chat(said, "no"), spelled="letters") == [(text, "no<|im_end|>\n")]
@@ -381,7 +388,7 @@ template.SECONDS, template.MOST_CHARACTERS, template.ROOM = 0.3, 1 << 20, 1 << 3
 template.confine()
 for source in json.load(sys.stdin):
     try:
-        print(len(template.ChatTemplate({"default": source}, {}, None).text([], None)))
+        print(len(template.ChatTemplate({"default": source}, {}, None).marked([], None)))
     except (DataError, template.RenderError) as error:
         print(str(error).replace(chr(10), "LINE END"))
     sys.stdout.flush()
@@ -398,6 +405,7 @@ def test_a_hostile_template_ends_in_one_line():
         f"{rounds}xxxxxxxx{{% endfor %}}{{% endfor %}}": "more than 1,048,576 characters",
         f"{double}{{% endfor %}}{{{{ n.s }}}}": "exceeds the memory|computes for",
         "{{ 9 ** 9 ** 9 }}": "computes a power",
+        "{% set n = namespace() %}{% set n._x = 1 %}": "sets '_x' of a namespace.*must not begin",
         "{{ 'x' * 999999999999 }}": "repeats a sequence",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}": "__class__|unsafe|has no attribute",
         "{{ messages.append(1) }}": "append.*unsafe",

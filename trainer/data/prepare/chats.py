@@ -1,13 +1,4 @@
-"""Converts records of all known forms to chats.
-
-| form | keys |
-|---|---|
-| messages | `messages` with role and content, and `tools`; also as `conversations` |
-| ShareGPT | `conversations` with from and value, and `system`, `tools` |
-| Alpaca | `instruction`, `input`, `output`, and `system`, `history` |
-| prompt and completion | `prompt`, `completion`, each a text or messages |
-| pairs | `prompt`, `chosen`, `rejected`, each a text or messages; the prompt may be in both |
-"""
+"""Converts records to chats, from all forms in docs/fine_tuning.md."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,31 +7,29 @@ from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
 ASSISTANT = "assistant"
-COLUMN_OF_CHATS = "prompt"
-"""Column that identifies a table of chats."""
+COLUMN_OF_CHATS = "prompt"  # identifies a table of chats
 _LISTS = ("messages", "conversations", "conversation")
 _ROLES = {
     **{"human": "user", "prompter": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT},
     **{"bot": ASSISTANT, "model": ASSISTANT, "observation": "tool"},
 }
 """ShareGPT's name of a role → the usual name."""
-_CALL = "function_call"
-"""ShareGPT's role of a message in which the assistant calls tools."""
+_CALL = "function_call"  # ShareGPT's role of a message in which the assistant calls tools
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of an assistant's reasoning before its answer; templates read the first two."""
+"""Keys of an assistant's reasoning; templates read the first two."""
 _NOT_FOR_TEMPLATES = ("train", "weight")
 _MOST_DEPTH = 100
 
 
 class ChatError(ValueError):
-    """A record is no chat. The message is shown after the record's file and line."""
+    """A record cannot be trained; the message is shown after its file and line."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, in the form that chat templates accept."""
+    """A conversation, as chat templates accept it."""
 
-    messages: Sequence[Message]
+    messages: list[Message]
     trained: tuple[int, ...]
     """Indices of the trained messages, all by the assistant."""
     tools: Sequence[Any] | None = None
@@ -59,20 +48,16 @@ def form_of(record: Any) -> str:
 
 
 def read_chat(record: Mapping[str, Any]) -> Chat:
-    """Convert a record of any form except pairs to a chat. Raises ChatError if the record has no
-    known form, or violates it."""
-    tools = _tools(record.get("tools"))
+    """Convert a record of any form except pairs. Raises ChatError if it is no chat."""
     for name in _LISTS:
         if isinstance(record.get(name), list):
-            system_text = record.get("system")
-            system = [{"role": "system", "content": system_text}] if _is_text(system_text) else []
-            return _chat([*system, *_messages(record[name], name)], tools)
+            return _chat([*_system(record), *_messages(record[name], name)], record)
     if {"prompt", "completion"} <= record.keys():
         prompt = _side(record["prompt"], "prompt", "user")
         completion = _side(record["completion"], "completion", ASSISTANT)
-        return _chat([*prompt, *completion], tools, first=len(prompt))
+        return _chat([*prompt, *completion], record, first=len(prompt))
     if {"instruction", "output"} <= record.keys():
-        return _chat(_alpaca(record), tools)
+        return _chat([*_system(record), *_alpaca(record)], record)
     keys = ", ".join(list(record)[:8]) or "nothing"
     raise ChatError(
         "no chat: it has neither messages, nor conversations, nor prompt and completion, nor "
@@ -81,8 +66,7 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
 
 
 def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
-    """Convert a record to (chat with the chosen answer, chat with the rejected answer). Raises
-    ChatError if the record is no pair."""
+    """Convert a pair to chats with (chosen, rejected) answers. Raises ChatError."""
     missing = [name for name in ("chosen", "rejected") if record.get(name) is None]
     if missing:
         raise ChatError(f"no pair: it has no {' and no '.join(missing)}")
@@ -92,51 +76,43 @@ def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
         # Some data sets repeat the prompt in both answers.
         sides = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in sides]
     else:
-        alike = zip(*sides, strict=False)
-        same = next((n for n, (one, other) in enumerate(alike) if one != other), None)
-        count = min(map(len, sides)) if same is None else same
+        shortest = min(map(len, sides))
+        differ = (n for n in range(shortest) if sides[0][n] != sides[1][n])
+        count = next(differ, shortest)
         prompt, sides = sides[0][:count], [side[count:] for side in sides]
     if not prompt or not all(sides):
         raise ChatError(
             "no pair: there is no prompt, or an answer is missing, or both answers are equal"
         )
-    tools = _tools(record.get("tools"))
-    chosen, rejected = (_chat([*prompt, *side], tools, first=len(prompt)) for side in sides)
+    chosen, rejected = (_chat([*prompt, *side], record, first=len(prompt)) for side in sides)
     return chosen, rejected
 
 
-def texts_of(value: Any, depth: int = 0) -> Iterator[str]:
-    """Yield all texts in a value, including keys. Raises ChatError if the value is nested too
-    deeply."""
-    # Records are untrusted, and Python's recursion is limited.
-    if depth > _MOST_DEPTH:
-        raise ChatError(f"its values are nested more than {_MOST_DEPTH} levels deep")
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield key
-            yield from texts_of(item, depth + 1)
-    elif isinstance(value, Sequence):
-        for item in value:
-            yield from texts_of(item, depth + 1)
-
-
 def with_texts(chat: Chat, change: Callable[[str], str]) -> Chat:
-    """Return a copy of a chat with `change` applied to all texts."""
+    """Return a copy of a chat with all texts changed, including keys."""
 
-    def changed(value: Any) -> Any:
+    def changed(value: Any, depth: int = 0) -> Any:
+        # Records are untrusted, and Python's recursion is limited.
+        if depth > _MOST_DEPTH:
+            raise ChatError(f"its values are nested more than {_MOST_DEPTH} levels deep")
         if isinstance(value, str):
             return change(value)
         if isinstance(value, Mapping):
-            return {change(key): changed(item) for key, item in value.items()}
-        return [changed(item) for item in value] if isinstance(value, list) else value
+            return {change(key): changed(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, list):
+            return [changed(item, depth + 1) for item in value]
+        return value
 
-    return replace(chat, messages=changed(list(chat.messages)), tools=changed(chat.tools))
+    return replace(chat, messages=changed(chat.messages), tools=changed(chat.tools))
 
 
-def _chat(messages: Iterable[Message], tools: Sequence[Any] | None, first: int = 0) -> Chat:
+def _chat(messages: Iterable[Message], record: Mapping[str, Any], first: int = 0) -> Chat:
     """Make a chat; the assistant's messages from index `first` on may be trained."""
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        tools = _parsed(tools)
+    if tools not in (None, "") and not isinstance(tools, list):
+        raise ChatError("tools is no list")
     kept: list[Message] = []
     trained = []
     for number, message in enumerate(messages):
@@ -146,7 +122,7 @@ def _chat(messages: Iterable[Message], tools: Sequence[Any] | None, first: int =
         kept.append({k: v for k, v in message.items() if k not in _NOT_FOR_TEMPLATES})
     if not trained:
         raise ChatError("it has no assistant message that may be trained")
-    return Chat(kept, tuple(trained), tools)
+    return Chat(kept, tuple(trained), tools or None)
 
 
 def _messages(values: Sequence[Any], name: str) -> list[Message]:
@@ -179,7 +155,6 @@ def _of_sharegpt(message: Message, where: str) -> Message:
 
 
 def _normal(message: Message, where: str) -> Message:
-    """Convert a message to the form that templates accept."""
     if not isinstance(message.get("role"), str):
         raise ChatError(f"{where} has no role")
     content = message.get("content")
@@ -204,7 +179,6 @@ def _normal(message: Message, where: str) -> Message:
 
 
 def _joined(content: Sequence[Any], where: str) -> str:
-    """Join the texts of a message's content that is a list of parts."""
     texts = []
     for part in content:
         text = part.get("text") if isinstance(part, Mapping) else part
@@ -226,8 +200,7 @@ def _call(call: Mapping[str, Any]) -> Message:
 
 
 def _side(value: Any, name: str, role: str) -> list[Message]:
-    """Return the messages of a prompt or an answer. If it is plain text, it becomes one message by
-    `role`. `name`: key of the record, for messages about errors."""
+    """Return the messages of a prompt or an answer; plain text becomes one message by `role`."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if isinstance(value, Mapping):
@@ -238,29 +211,23 @@ def _side(value: Any, name: str, role: str) -> list[Message]:
 
 
 def _alpaca(record: Mapping[str, Any]) -> Iterator[Message]:
-    system, history, more = record.get("system"), record.get("history"), record.get("input")
-    if _is_text(system):
-        yield {"role": "system", "content": system}
-    for turn in history if isinstance(history, list) else []:
+    history, more = record.get("history"), record.get("input")
+    turns = history if isinstance(history, list) else []
+    for turn in turns:
         if not isinstance(turn, list) or len(turn) != 2 or not all(map(_is_text, turn)):
             raise ChatError("history is no list of pairs of texts")
-        yield {"role": "user", "content": turn[0]}
-        yield {"role": ASSISTANT, "content": turn[1]}
-    if not _is_text(record["instruction"]) or not isinstance(record["output"], str):
+    instruction, output = record["instruction"], record["output"]
+    if not _is_text(instruction) or not isinstance(output, str):
         raise ChatError("instruction or output is not a text, or the instruction is blank")
-    instruction = record["instruction"]
-    yield {"role": "user", "content": f"{instruction}\n{more}" if _is_text(more) else instruction}
-    yield {"role": ASSISTANT, "content": record["output"]}
+    asked = f"{instruction}\n{more}" if _is_text(more) else instruction
+    for question, answer in [*turns, (asked, output)]:
+        yield {"role": "user", "content": question}
+        yield {"role": ASSISTANT, "content": answer}
 
 
-def _tools(value: Any) -> Sequence[Any] | None:
-    if isinstance(value, str) and value.strip():
-        value = _parsed(value)
-    if value is None or value in ("", []):
-        return None
-    if not isinstance(value, list):
-        raise ChatError("tools is no list")
-    return value
+def _system(record: Mapping[str, Any]) -> list[Message]:
+    text = record.get("system")
+    return [{"role": "system", "content": text}] if _is_text(text) else []
 
 
 def _parsed(text: str) -> Any:

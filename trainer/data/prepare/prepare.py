@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import date
 from itertools import islice
 from pathlib import Path
@@ -38,9 +38,9 @@ from trainer.data.prepare.sources import (
     detect_forms,
     lines_before,
 )
-from trainer.data.prepare.spans import notes_for_user, summed
+from trainer.data.prepare.spans import notes_for_user
 from trainer.data.prepare.spool import FOLDER, is_pipe, spool
-from trainer.data.prepare.template import read_template, special_variables, unknown_tokens
+from trainer.data.prepare.template import TemplateSource, read_template
 from trainer.data.prepare.tokenise import MOST_LINES, TokeniseTask, Vocabulary, segments, tokenise
 from trainer.data.prepare.writer import atomic, to_json, write_data_set
 from trainer.data.shards import (
@@ -145,8 +145,7 @@ def prepare(
 
 
 def what_to_type(inputs: Sequence[str]) -> str:
-    """Return a message with the command to type for inputs that were given without options, found
-    from the first records of the first input. Raises DataError if an input cannot be read."""
+    """Return what to type for inputs that were given without options, by their first records."""
     unseen = any(map(is_pipe, inputs)) or set(inputs) & set(CORPORA)
     files = [] if unseen else find_inputs(inputs, COLUMN_OF_CHATS, by_name=False).files[:1]
     for unit in cut_units(detect_forms(files, "auto")):
@@ -201,47 +200,22 @@ def _check_options(settings: PrepareOptions, workers: int) -> None:
         raise DataError("--max-tokens must be at least 2: one input and one label")
 
 
-@dataclass(frozen=True)
-class _Template:
-    """A chat template's sources by name, its variables, and notes for the user."""
-
-    sources: dict[str, str]
-    variables: dict[str, Any]
-    notes: list[str]
-
-    @property
-    def digest(self) -> str:
-        facts = [self.sources, self.variables]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _read_template(settings: PrepareOptions) -> _Template:
+def _read_template(settings: PrepareOptions) -> TemplateSource:
     home = None
     if settings.tokenizer and settings.tokenizer != "bytes":
         home = tokenizer_file(settings.tokenizer).parent
-    sources = read_template(settings.template, home)
-    variables: dict[str, Any] = dict(special_variables(home))
-    if settings.template_options:
-        try:
-            variables |= read_object(settings.template_options)
-        except ValueError as error:
-            raise DataError(
-                f"--template-options: not a JSON object ({error}); give it as "
-                """'{"enable_thinking": false}'"""
-            ) from error
-    if settings.date:
-        try:
-            date.fromisoformat(settings.date)
-        except ValueError as error:
-            raise DataError(
-                f"--date {settings.date}: no day; write it as --date 2026-01-31"
-            ) from error
-    notes = [
-        f"the chat template writes {name}, but tokenizer_config.json names no such token: nothing "
-        "is written there"
-        for name in unknown_tokens(sources, variables)
-    ]
-    return _Template(sources, variables, notes)
+    try:
+        options = read_object(settings.template_options or "{}")
+    except ValueError as error:
+        raise DataError(
+            f"--template-options: not a JSON object ({error}); give it as "
+            """'{"enable_thinking": false}'"""
+        ) from error
+    try:
+        date.fromisoformat(settings.date or "2026-01-31")
+    except ValueError as error:
+        raise DataError(f"--date {settings.date}: no day; write it as --date 2026-01-31") from error
+    return read_template(settings.template, home, options)
 
 
 def _resolve(name: str, out: Path, settings: PrepareOptions) -> str:
@@ -252,7 +226,9 @@ def _resolve(name: str, out: Path, settings: PrepareOptions) -> str:
     return str(spool(name, out, settings.field)) if is_pipe(name) else name
 
 
-def _plan_hash(inputs: InputFiles, settings: PrepareOptions, template: _Template | None) -> str:
+def _plan_hash(
+    inputs: InputFiles, settings: PrepareOptions, template: TemplateSource | None
+) -> str:
     """Hash of all that determines the data set: options, tokenizer, chat template, and the name,
     size, time of change and split of each input."""
     stats = []
@@ -297,7 +273,7 @@ def _prepare(
     forms: dict[str, FileForm],
     out: Path,
     settings: PrepareOptions,
-    template: _Template | None,
+    template: TemplateSource | None,
     plan_hash: str,
     workers: int,
     progress: bool,
@@ -318,14 +294,13 @@ def _prepare(
     if dropout:
         what = f"the tokenizer's BPE dropout of {dropout} is off"
         _say(progress, f"{what}: equal texts must give equal tokens")
-    given = (template.sources, template.variables) if template else ({}, {})
     jobs = [
-        TokeniseTask(number, unit, work, vocabulary, settings, *given)
+        TokeniseTask(number, unit, work, vocabulary, settings, template)
         for number, unit in enumerate(units)
     ]
     results = tokenise(jobs, workers, progress)
     noted = [counts["noted"] for unit in results for counts in unit]
-    _say(progress, *(notes_for_user(*summed(noted)) if template else _spelled_out(noted)))
+    _say(progress, *(notes_for_user(noted) if template else _spelled_out(noted)))
     index = _join(jobs, results, forms, out, vocabulary, settings, template, plan_hash)
     # Removed last, because a repeated command resumes from these files.
     shutil.rmtree(work)
@@ -394,7 +369,7 @@ def _join(
     out: Path,
     vocabulary: Vocabulary,
     settings: PrepareOptions,
-    template: _Template | None,
+    template: TemplateSource | None,
     plan_hash: str,
 ) -> dict[str, Any]:
     before = _lines_before([job.unit for job in jobs])

@@ -1,17 +1,14 @@
-"""Chat templates: untrusted Jinja programs, rendered in a sandbox and within limits.
+"""Chat templates: untrusted Jinja programs, rendered in a sandbox and within limits."""
 
-Templates have the same variables as in transformers: messages, tools, the tokenizer's special
-tokens, `add_generation_prompt`, and the user's options.
-"""
-
+import hashlib
 import json
 import re
 import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import date
-from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +16,8 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.runtime import LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.utils import Namespace
 
 from checkpointing.format.untrusted import printable, read_object
 from elastic.node.files import read_bytes
@@ -34,13 +32,13 @@ _BORDERS = re.compile(f"([{_BLOCK_BEGIN}{_BLOCK_END}])")
 MARKS = SPELLED_BEGIN + SPELLED_END + _BLOCK_BEGIN + _BLOCK_END
 
 SECONDS = 10
-"""Longest CPU time of one rendering, in seconds. One second later the process is killed, because
-an exception cannot interrupt an operation on huge numbers."""
+"""Most CPU time of a rendering. A second later the process is killed."""
 MOST_CHARACTERS = LONGEST_LINE
-"""Longest rendered chat, in characters."""
 ROOM = 4 << 30
 """Bytes of address space that a process may add to its present size."""
+_CONFIG = "tokenizer_config.json"
 _NAMES = ("default", "tool_use")
+_REPAIR = "one chat; repair it, or set another one with --template"
 
 
 class RenderError(Exception):
@@ -48,8 +46,7 @@ class RenderError(Exception):
 
 
 class _TimeExceeded(BaseException):
-    """The time limit is exceeded. A BaseException, so that no `except Exception` inside catches
-    it."""
+    """The time limit is exceeded. No `except Exception` inside Jinja catches it."""
 
 
 class _GenerationTag(Extension):
@@ -58,7 +55,6 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> nodes.Node:
-        """Replace the block by a call of `_marked`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -71,29 +67,25 @@ _OF_DICTS = frozenset(dir(dict))
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which refuses powers, and bounds products of sequences. So powers and
-    products are computed at run time, by `call_binop`, and never during compilation."""
+    """Jinja's sandbox, which refuses powers, and bounds products of sequences."""
 
+    # Jinja then computes them at run time by `call_binop`, never during compilation.
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Raise SecurityError for operations that make a large result from small operands."""
         if operator == "**":
-            raise jinja2.exceptions.SecurityError(
+            raise SecurityError(
                 "the template computes a power, which is not allowed; write the number itself"
             )
         if operator == "*" and any(hasattr(value, "__len__") for value in (left, right)):
             times, sequence = (left, right) if isinstance(left, int) else (right, left)
             if isinstance(times, int) and times * len(sequence) > MOST_CHARACTERS:
-                raise jinja2.exceptions.SecurityError(
-                    f"the template repeats a sequence {times} times, to more than "
-                    f"{MOST_CHARACTERS:,} elements"
-                )
+                most = f"more than {MOST_CHARACTERS:,} elements"
+                raise SecurityError(f"the template repeats a sequence {times} times, to {most}")
         return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Look up an attribute as Jinja does, with a fast path for keys of dicts, and for
-        attributes of loops and namespaces. Of these, only names that begin with _ are unsafe."""
+        # Shortcuts for speed: dicts, loops and namespaces have few unsafe attributes.
         kind = type(obj)
         if kind is dict and attribute not in _OF_DICTS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -105,47 +97,31 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
 
-class _Namespace(jinja2.utils.Namespace):
+class _Namespace(Namespace):
     """Jinja's namespace, but without names that begin with an underscore."""
 
-    # `*args`, because a template may set an attribute `self`
-    def __init__(*args: Any, **named: Any) -> None:
-        attributes = dict(*args[1:], **named)
-        for name in attributes:
-            _check_name(name)
-        jinja2.utils.Namespace.__init__(args[0], attributes)
+    def __init__(*args: Any, **named: Any) -> None:  # a template may set an attribute `self`
+        Namespace.__init__(args[0])
+        for name, value in dict(*args[1:], **named).items():
+            args[0][name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
+        if isinstance(name, str) and name.startswith("_"):
+            what = f"the template sets {name!r} of a namespace"
+            raise SecurityError(f"{what}, but a name must not begin with _")
         super().__setitem__(name, value)
 
 
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(
-            f"the template sets {name!r} of a namespace, but a name must not begin with _"
-        )
-
-
 class ChatTemplate:
-    """Compiled chat template of a tokenizer. Some tokenizers have a second one, "tool_use", which
-    renders chats that offer tools."""
+    """Compiled chat template."""
 
     def __init__(
         self, sources: Mapping[str, str], variables: Mapping[str, Any], day: str | None
     ) -> None:
-        """Args:
-            sources: "default", and optionally "tool_use".
-            variables: special tokens and options.
-            day: YYYY-MM-DD for `strftime_now`; None: templates that call it are rejected.
-
-        Raises:
-            DataError: a source is no template.
-        """
+        """`sources`, `variables`: see TemplateSource. `day`: YYYY-MM-DD, for `strftime_now`."""
         environment = _environment(day)
         self._variables = {**environment.globals, **variables}
         self.has_blocks = any("endgeneration" in source for source in sources.values())
-        """Whether the template marks the assistant's output."""
         try:
             with bounded():
                 self._templates = {
@@ -157,8 +133,7 @@ class ChatTemplate:
     def marked(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool = False
     ) -> str:
-        """Render a chat, with marks around generation blocks; `prompt`: with the generation prompt
-        at its end. Raises RenderError if the template rejects this chat."""
+        """Render a chat with marks around generation blocks. `prompt`: add a generation prompt."""
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template, parts, size = self._templates[name], list[str](), 0
         given = {**self._variables, "messages": messages, "tools": tools, "documents": None}
@@ -171,52 +146,23 @@ class ChatTemplate:
                     parts.append(part)
                     size += len(part)
                     if size > MOST_CHARACTERS:
-                        raise DataError(
-                            f"the chat template writes more than {MOST_CHARACTERS:,} characters "
-                            "for one chat; repair it, or set another one with --template"
-                        )
+                        most = f"more than {MOST_CHARACTERS:,} characters"
+                        raise DataError(f"the chat template writes {most} for {_REPAIR}")
         except DataError:
             raise
-        except MemoryError:
-            raise DataError(
-                "the chat template exceeds the memory limit of one chat; repair it, or set another "
-                "one with --template"
-            ) from None
         except (Exception, RecursionError) as error:
             raise RenderError(_said(error)) from error
         return "".join(parts)
 
-    def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool = False) -> str:
-        """Render a chat without marks; arguments as for `marked`."""
-        return without_blocks(self.marked(messages, tools, prompt))
 
-
-class ChatRendering:
-    """Renderings of the beginnings of a chat, each computed once."""
-
-    def __init__(
-        self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], tools: Any
-    ) -> None:
-        self._render = cache(lambda n, prompt: template.marked(messages[:n], tools, prompt))
-
-    def upto(self, count: int, prompt: bool = False) -> str:
-        """Rendering of the first `count` messages, as by `ChatTemplate.marked`."""
-        return self._render(count, prompt)
-
-
-def without_blocks(marked: str) -> str:
-    """Remove the marks of generation blocks from a rendered chat."""
+def split_blocks(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return a rendered chat without marks, and the (begin, end) of its generation blocks."""
     if _BLOCK_BEGIN not in marked:
-        return marked
-    return marked.replace(_BLOCK_BEGIN, "").replace(_BLOCK_END, "")
-
-
-def blocks_in(marked: str) -> list[tuple[int, int]]:
-    """Return (begin, end) of each non-empty generation block, in characters of the text without
-    marks; a nested block belongs to its outer block."""
+        return marked, []
     blocks: list[tuple[int, int]] = []
+    pieces = _BORDERS.split(marked)
     place = depth = begin = 0
-    for piece in _BORDERS.split(marked):
+    for piece in pieces:
         if piece == _BLOCK_BEGIN:
             begin = begin if depth else place
             depth += 1
@@ -226,13 +172,12 @@ def blocks_in(marked: str) -> list[tuple[int, int]]:
                 blocks.append((begin, place))
         else:
             place += len(piece)
-    return blocks
+    return "".join(pieces[::2]), blocks
 
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Limit the CPU time of the block, in a process prepared by `confine`. Raises DataError if the
-    time limit is exceeded."""
+    """Raise DataError if the block exceeds a limit, in a process prepared by `confine`."""
     try:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS + 1)
@@ -241,16 +186,15 @@ def bounded() -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.setitimer(signal.ITIMER_PROF, 0)
-    except _TimeExceeded:
-        raise DataError(
-            f"the chat template computes for more than {SECONDS:g} s on one chat; repair it, or "
-            "use another one with --template"
-        ) from None
+    except (_TimeExceeded, MemoryError) as error:
+        what = "exceeds the memory limit of"
+        if isinstance(error, _TimeExceeded):
+            what = f"computes for more than {SECONDS:g} s on"
+        raise DataError(f"the chat template {what} {_REPAIR}") from None
 
 
 def confine() -> None:
-    """Prepare this process for untrusted templates: `bounded` can raise at its time limit, and
-    memory is limited. Call it in the main thread."""
+    """Prepare this process for `bounded`. Call it in the main thread."""
 
     def stop(*_: Any) -> NoReturn:
         raise _TimeExceeded
@@ -264,65 +208,76 @@ def confine() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
-def read_template(given: str | None, home: Path | None) -> dict[str, str]:
-    """Sources of a chat template by name, from the file `given` or a tokenizer's directory.
+@dataclass(frozen=True)
+class TemplateSource:
+    """A chat template as its files have it."""
 
-    Args:
-        given: path by --template, or None.
-        home: directory of the tokenizer.json, with chat_template.jinja or tokenizer_config.json.
+    sources: dict[str, str]
+    """By name: default, and optionally tool_use, which renders chats that offer tools."""
+    variables: dict[str, Any]
+    notes: list[str]
 
-    Raises:
-        DataError: there is no template, or it cannot be read.
-    """
-    if given:
-        return _checked(given, {"default": _read(Path(given))})
-    if home and (file := home / "chat_template.jinja").is_file():
-        return _checked(file, {"default": _read(file)})
-    found = _config(home).get("chat_template") if home else None
-    # Files of transformers 4 may list several named templates.
-    named = [{"name": "default", "template": found}] if isinstance(found, str) else found or []
-    sources = {
-        one["name"]: one["template"]
-        for one in named
-        if isinstance(one, dict)
-        and one.get("name") in _NAMES
-        and isinstance(one.get("template"), str)
-    }
-    if home and "default" in sources:
-        return _checked(home / "tokenizer_config.json", sources)
-    where = f"there is no chat template in {home}" if home else "this tokenizer has no template"
-    raise DataError(
-        f"{where} (chat_template.jinja, or chat_template in tokenizer_config.json); use the "
-        "tokenizer of a model for chats, or --template FILE"
-    )
+    @property
+    def digest(self) -> str:
+        facts = [self.sources, self.variables]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def read_template(
+    given: str | None, home: Path | None, options: Mapping[str, Any]
+) -> TemplateSource:
+    """Read a chat template from the file `given`, else from the tokenizer's directory `home`."""
+    file = Path(given) if given else home and home / "chat_template.jinja"
+    if file and (given or file.is_file()):
+        sources = {"default": _read(file)}
+    else:
+        file = home and home / _CONFIG
+        found = _config(home).get("chat_template")
+        # Files of transformers 4 may list several named templates.
+        named = found if isinstance(found, list) else [{"name": "default", "template": found}]
+        sources = {
+            one["name"]: one["template"]
+            for one in named
+            if isinstance(one, dict)
+            and one.get("name") in _NAMES
+            and isinstance(one.get("template"), str)
+        }
+    if "default" not in sources:
+        where = f"there is no chat template in {home}" if home else "this tokenizer has no template"
+        raise DataError(
+            f"{where} (chat_template.jinja, or chat_template in {_CONFIG}); use the tokenizer of a "
+            "model for chats, or --template FILE"
+        )
+    variables = {**special_variables(home), **options}
+    environment, used = _environment(None), set[str]()
+    try:
+        for source in sources.values():
+            used |= meta.find_undeclared_variables(environment.parse(source))
+    except (jinja2.TemplateSyntaxError, RecursionError) as error:
+        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise DataError(f"{file}{line}: not a chat template: {_said(error)}") from error
+    notes = [
+        f"the chat template writes {name}, but {_CONFIG} names no such token: nothing is written "
+        "there"
+        for name in sorted(used.difference(variables))
+        if name.endswith("_token")
+    ]
+    return TemplateSource(sources, variables, notes)
 
 
 def special_variables(home: Path | None) -> dict[str, str]:
-    """Return the template variables for special tokens, such as eos_token, with the tokens' texts.
-    Raises DataError if tokenizer_config.json cannot be read."""
+    """Return the texts of special tokens by the names that templates use, such as eos_token."""
     variables = {}
-    for key, value in (_config(home) if home else {}).items():
+    for key, value in _config(home).items():
         token = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(token, str):
             variables[key] = token
     return variables
 
 
-def unknown_tokens(sources: Mapping[str, str], variables: Mapping[str, Any]) -> list[str]:
-    """Variables of special tokens that a template uses, but no file defines; they render as
-    nothing."""
-    environment = _environment(None)
-    used = set()
-    for source in sources.values():
-        used |= meta.find_undeclared_variables(environment.parse(source))
-    return sorted(name for name in used if name.endswith("_token") and name not in variables)
-
-
 def _environment(day: str | None) -> _Environment:
     environment = _Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
 
     def refuse(message: str) -> NoReturn:
@@ -347,17 +302,6 @@ def _environment(day: str | None) -> _Environment:
     return environment
 
 
-def _checked(where: Any, sources: dict[str, str]) -> dict[str, str]:
-    """Return sources after parsing them. Raises DataError if a source does not parse."""
-    for source in sources.values():
-        try:
-            _environment(None).parse(source)
-        except (jinja2.TemplateSyntaxError, RecursionError) as error:
-            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise DataError(f"{where}{line}: not a chat template: {_said(error)}") from error
-    return sources
-
-
 def _read(path: Path) -> str:
     try:
         return read_bytes(path, follow=True).decode()
@@ -367,9 +311,9 @@ def _read(path: Path) -> str:
         raise DataError(f"{path}: not a chat template: not UTF-8; convert the file") from error
 
 
-def _config(home: Path) -> dict[str, Any]:
-    file = home / "tokenizer_config.json"
-    if not file.is_file():
+def _config(home: Path | None) -> dict[str, Any]:
+    file = home and home / _CONFIG
+    if not file or not file.is_file():
         return {}
     try:
         return read_object(read_bytes(file, follow=True))

@@ -9,11 +9,11 @@ import signal
 import struct
 import sys
 import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from multiprocessing.connection import wait
@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from trainer.data.prepare.chats import Chat, ChatError, read_chat, read_pair
+from trainer.data.prepare.chats import ChatError, read_chat, read_pair
 from trainer.data.prepare.options import PrepareOptions, Turns
 from trainer.data.prepare.records import InputRecord, read_piece
 from trainer.data.prepare.sources import Pieces, lines_before
-from trainer.data.prepare.spans import ChatDocument, ChatEncoder, SpanFinder
-from trainer.data.prepare.template import ChatTemplate, confine
+from trainer.data.prepare.spans import ChatEncoder, RenderedChat, SpanFinder
+from trainer.data.prepare.template import ChatTemplate, TemplateSource, confine
 from trainer.data.prepare.writer import atomic, synced
 from trainer.data.shards import SPLITS, DataError
 from trainer.data.tokenizer import read_tokenizer, special_tokens
@@ -41,6 +41,7 @@ _BATCH = 512  # documents per call of the tokenizer
 # Characters for one call of the tokenizer, which needs 150 bytes per token. The text that is added
 # last may double this number.
 _CHARACTERS = 1 << 17
+_AHEAD = 128  # records whose chats are encoded together
 _LISTED_REJECTS = 1000  # listed rejects per unit; all are counted
 MOST_LINES = (1 << 32) - 1
 """Largest recorded line number; later lines are recorded as this one."""
@@ -70,10 +71,8 @@ class TokeniseTask:
     work: Path
     vocabulary: Vocabulary
     settings: PrepareOptions
-
-    template: Mapping[str, str] = field(default_factory=dict)
-    """Sources of the chat template, for chats and pairs."""
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    template: TemplateSource | None
+    """None: the records are documents."""
 
     def path(self, ending: str) -> Path:
         """Path of a file of this unit: json, or SPLIT.tokens, SPLIT.ends, SPLIT.lines (uint32, line
@@ -92,8 +91,8 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
     read = listed = 0
     with ExitStack() as stack:
         progress = stack.enter_context((job.work / PROGRESS).open("r+b"))
-        of_text = job.settings.kind == "documents"
-        writer = _TextWriter(job, stack) if of_text else _ChatWriter(job, stack)
+        template = job.template
+        writer = _ChatWriter(job, template, stack) if template else _TextWriter(job, stack)
 
         def report(count: int) -> None:
             os.pwrite(progress.fileno(), struct.pack("<Q", read + count), 8 * job.number)
@@ -102,16 +101,17 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
             rejected = 0
             before = dict(writer.documents)
             rejects: list[dict[str, Any]] = []
-            records = read_piece(piece, job.settings.field if of_text else None, report)
-            for line, problem in _added(writer, records, piece.form.held_out):
-                if job.settings.on_bad == "fail":
-                    raise DataError(
-                        f"{piece.file}:{lines_before(piece) + line}: {problem}; mend it, or leave "
-                        "such records out with --on-bad skip"
-                    )
-                rejected += 1
-                if (listed := listed + 1) <= _LISTED_REJECTS:
-                    rejects.append({"line": line, "problem": problem})
+            records = read_piece(piece, None if template else job.settings.field, report)
+            for record in writer.ahead(records):
+                for problem in writer.add(record, piece.form.held_out):
+                    if job.settings.on_bad == "fail":
+                        raise DataError(
+                            f"{piece.file}:{lines_before(piece) + record.line}: {problem}; mend "
+                            "it, or leave such records out with --on-bad skip"
+                        )
+                    rejected += 1
+                    if (listed := listed + 1) <= _LISTED_REJECTS:
+                        rejects.append({"line": record.line, "problem": problem})
             read += piece.size
             by_split = {split: writer.documents[split] - before[split] for split in SPLITS}
             counts = {"by_split": by_split, "rejected": rejected}
@@ -121,15 +121,6 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
     with atomic(done) as output:
         output.write(json.dumps(results).encode())
     return results
-
-
-def _added(
-    writer: "_TextWriter | _ChatWriter", records: Iterable[InputRecord], held_out: bool
-) -> Iterator[tuple[int, str]]:
-    """Add the records of a piece to a writer; yield (line, problem) of rejected records."""
-    for record in records:
-        yield from writer.add(record, held_out)
-    yield from writer.end_piece()
 
 
 class _UnitWriter:
@@ -146,9 +137,9 @@ class _UnitWriter:
         self._characters = 0  # of the pending documents
         self.documents = dict.fromkeys(SPLITS, 0)
 
-    def end_piece(self) -> list[tuple[int, str]]:
-        """Return (line, problem) of rejected records of this piece that `add` did not return."""
-        return []
+    def ahead(self, records: Iterator[InputRecord]) -> Iterator[InputRecord]:
+        """Yield the records for `add`, which some writers prepare several at a time."""
+        return records
 
     def flush(self) -> None:
         """Write the pending documents."""
@@ -186,11 +177,11 @@ class _TextWriter(_UnitWriter):
         self._split, self._line = "", 0  # split and line of the unfinished document
         self._spelled: Counter[str] = Counter()
 
-    def add(self, record: InputRecord, held_out: bool) -> list[tuple[int, str]]:
-        """Add a document, or the next part of one, and return (line, problem) if it has a problem.
+    def add(self, record: InputRecord, held_out: bool) -> list[str]:
+        """Add a document, or the next part of one, and return its problem if it has one.
         `held_out`: whether it belongs to the validation split."""
         text, goes_on = record.text, record.goes_on
-        problems = [(record.line, record.problem)] if record.problem else []
+        problems = [record.problem] if record.problem else []
         begins = not self._split
         if text and begins:
             share = self._job.settings.validation_fraction or 0.0
@@ -238,118 +229,86 @@ class _TextWriter(_UnitWriter):
         self._characters = 0
 
 
-@dataclass
-class _PendingRecord:
-    """A record whose documents are not written yet."""
-
-    record: InputRecord
-    held_out: bool
-    chats: Sequence[tuple[Chat, Turns]] = ()
-    problem: str = ""
-
-
 class _ChatWriter(_UnitWriter):
     """Writes chats, or pairs of chats."""
 
-    def __init__(self, job: TokeniseTask, stack: ExitStack) -> None:
+    def __init__(self, job: TokeniseTask, template: TemplateSource, stack: ExitStack) -> None:
         super().__init__(job, stack, "trained")
         self._settings = settings = job.settings
         file = job.vocabulary.file
-        template = ChatTemplate(job.template, job.variables, settings.date)
-        written = [*job.template.values(), *map(str, job.variables.values())]
-        encoder = _encoder(file, os.stat(file).st_mtime_ns, "\n".join(written))
-        self._finder = SpanFinder(template, encoder, settings.loss, settings.spelled)
-        self._batch: list[_PendingRecord] = []
+        compiled = ChatTemplate(template.sources, template.variables, settings.date)
+        written = [*template.sources.values(), *map(str, template.variables.values())]
+        tokenizer = _tokenizer(file, os.stat(file).st_mtime_ns, letters=False)
+        encoder = ChatEncoder(tokenizer, "\n".join(written), compiled.has_blocks)
+        self._finder = SpanFinder(compiled, encoder, settings.loss, settings.spelled)
+        self.noted = self._finder.noted
+        self._ready: deque[list[tuple[RenderedChat, Turns]] | str] = deque()
+        """Chats of the next records, or why a record is rejected."""
 
-    def add(self, record: InputRecord, held_out: bool) -> list[tuple[int, str]]:
-        """Add a chat or a pair. Records are checked many at a time: return (line, problem) of the
-        records, or documents of records, that this call has rejected. `held_out`: whether it
-        belongs to the validation split."""
-        added = _PendingRecord(record, held_out, problem=record.problem)
+    def ahead(self, records: Iterator[InputRecord]) -> Iterator[InputRecord]:
+        while some := list(islice(records, _AHEAD)):
+            self._ready += map(self._chats, some)
+            chats = (one for one in self._ready if not isinstance(one, str))
+            self._finder.encode(chat for several in chats for chat, _ in several)
+            yield from some
+
+    def add(self, record: InputRecord, held_out: bool) -> list[str]:
+        """Write a chat or a pair, and return why it, or a document of it, is rejected."""
+        chats = self._ready.popleft()
+        if isinstance(chats, str):
+            return [chats]
         try:
-            added.chats = self._chats(record.value) if record.value else []
+            documents = [
+                document
+                for chat, turns in chats
+                for document in self._finder.documents(chat, turns)
+            ]
         except ChatError as error:
-            added.problem = str(error)
-        self._batch.append(added)
-        self._characters += sum(
-            len(message.get("content") or "")
-            for chat, _ in added.chats
-            for message in chat.messages
-        )
-        full = len(self._batch) == _BATCH or self._characters >= _CHARACTERS
-        return self.end_piece() if full else []
-
-    def end_piece(self) -> list[tuple[int, str]]:
-        """Write the pending records, and return (line, problem) of those that are rejected, wholly
-        or in part."""
-        batch, self._batch, self._characters = self._batch, [], 0
-        found = iter(self._finder.documents([chat for added in batch for chat in added.chats]))
+            return [str(error)]
+        share, most = self._settings.validation_fraction or 0.0, self._settings.max_tokens
+        split = "validation" if held_out else "train"
+        if share and not held_out:
+            # By a hash of the record: so pairs stay together, and the template does not matter.
+            split = _split_of(json.dumps(record.value, sort_keys=True, default=str), share)
+        drop = self._settings.too_long == "drop"
+        over = f"more than --max-tokens {most}; --too-long cut keeps the first"
+        if self._settings.pairs and most is not None:
+            size = sum(len(document.ids) for document in documents)
+            if size > most and drop:
+                return [f"{size:,} tokens in both answers, {over}"]
+            most = None if size <= most else most // 2
+        kept = []
         problems = []
-        for added in batch:
-            documents: list[ChatDocument] = []
-            wrong = [added.problem] if added.problem else []
-            for result in islice(found, len(added.chats)):
-                if isinstance(result, ChatError):
-                    wrong.append(str(result))
-                else:
-                    documents += result
-            wrong = wrong[:1] or self._put(added, documents)
-            problems += [(added.record.line, problem) for problem in wrong]
+        for document in documents:
+            size = len(document.ids)
+            if most is None or size <= most or (not drop and document.trained[:most].any()):
+                kept.append(document)
+            elif drop:
+                problems.append(f"{document.place}{size:,} tokens, {over}")
+            else:
+                problem = f"none of the first {most} of its {size:,} tokens is trained"
+                problems.append(document.place + problem)
+        if problems and self._settings.pairs:
+            return problems[:1]
+        for document in kept:
+            ids, trained = document.ids[:most], document.trained[:most]
+            self._write(split, ids, record.line, trained=trained)
+            self.documents[split] += 1
         return problems
 
-    def _chats(self, value: dict[str, Any]) -> list[tuple[Chat, Turns]]:
-        """Chats of a record, each with the turns to train."""
-        if not self._settings.pairs:
-            return [(read_chat(value), self._settings.turns)]
-        return [
-            (chat, "last" if chat.trained == (len(chat.messages) - 1,) else "all")
-            for chat in read_pair(value)
-        ]
-
-    def _put(self, added: _PendingRecord, documents: Sequence[ChatDocument]) -> list[str]:
-        """Write the documents of a record, and return why some are rejected."""
-        share, most = self._settings.validation_fraction or 0.0, self._settings.max_tokens
-        split = "validation" if added.held_out else "train"
-        if share and not added.held_out:
-            # By a hash of the record: so pairs stay together, and the template does not matter.
-            split = _split_of(json.dumps(added.record.value, sort_keys=True, default=str), share)
-        if self._settings.pairs and most is not None and documents:
-            size = sum(len(document.ids) for document in documents)
-            if size > most and self._settings.too_long == "drop":
-                return [self._over(f"{size:,} tokens in both answers", most)]
-            most = None if size <= most else most // 2
-        problems = [self._too_long(document, most) for document in documents]
-        wrong = [problem for problem in problems if problem]
-        if wrong and self._settings.pairs:
-            return wrong[:1]
-        for document, problem in zip(documents, problems, strict=True):
-            if not problem:
-                ids, trained = document.ids[:most], document.trained[:most]
-                self._write(split, ids, added.record.line, trained=trained)
-                self.documents[split] += 1
-        return wrong
-
-    def _too_long(self, document: ChatDocument, most: int | None) -> str:
-        """Why a document of more than `most` tokens is rejected; "" if it is not."""
-        size = len(document.ids)
-        if most is None or size <= most:
-            return ""
-        if self._settings.too_long == "drop":
-            return self._over(f"{document.place}{size:,} tokens", most)
-        if document.trained[:most].any():
-            return ""
-        return f"{document.place}none of the first {most} of its {size:,} tokens is trained"
-
-    def _over(self, size: str, most: int) -> str:
-        return f"{size}, more than --max-tokens {most}; --too-long cut keeps the first"
-
-    def noted(self) -> dict[str, Any]:
-        """Return and reset the counts and examples of `SpanFinder`."""
-        finder = self._finder
-        noted = {"counts": dict(finder.counts), "examples": dict(finder.examples)}
-        finder.counts.clear()
-        finder.examples.clear()
-        return noted
+    def _chats(self, record: InputRecord) -> list[tuple[RenderedChat, Turns]] | str:
+        rendered = self._finder.rendered
+        if record.problem or not record.value:
+            return record.problem or []
+        try:
+            if not self._settings.pairs:
+                return [(rendered(read_chat(record.value)), self._settings.turns)]
+            return [
+                (rendered(chat), "last" if chat.trained == (len(chat.messages) - 1,) else "all")
+                for chat in read_pair(record.value)
+            ]
+        except ChatError as error:
+            return str(error)
 
 
 @lru_cache(maxsize=1)
@@ -359,12 +318,6 @@ def _tokenizer(file: str, modified: int, letters: bool) -> Tokenizer:
     tokenizer = read_tokenizer(file)
     tokenizer.encode_special_tokens = letters
     return tokenizer
-
-
-@lru_cache(maxsize=1)
-def _encoder(file: str, modified: int, written: str) -> ChatEncoder:
-    """Make an encoder, cached like `_tokenizer`. `written`: see ChatEncoder."""
-    return ChatEncoder(read_tokenizer(file), written)
 
 
 def segments(text: str) -> list[str]:
