@@ -1,22 +1,17 @@
-"""NF4: weights in 4 bits (Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs").
+"""NF4: weights in 4 bits (QLoRA, Dettmers et al. 2023).
 
 [Note: nf4] A row of a weight is cut into blocks of 64. Each block has a float32 scale, its largest
 magnitude. Each number is stored as the code of the nearest of 16 levels times the scale. So a
 weight (out, in) becomes uint8 (out, in / 64 · 36): for each block 32 bytes of codes, the first of
 two in the upper half of a byte, then the 4 bytes of the scale. A cut by rows, or by 64 columns, is
-a cut of the bytes. Codes and values are those of bitsandbytes (blocksize 64, without double
-quantisation).
+a cut of the bytes. Codes and values are those of bitsandbytes, without its double quantisation.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-NF4 = "nf4"
-"""Name of the format in recipes and trainer states."""
-BLOCK = 64
-"""Columns that share a scale."""
+NF4 = "nf4"  # in recipes and trainer states
+BLOCK = 64  # columns that share a scale
 CODE_BYTES, BLOCK_BYTES = 32, 36
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -30,20 +25,21 @@ PIECE = 1 << 24
 
 
 def packed_shape(rows: int, columns: int) -> tuple[int, int]:
-    """Returns the shape of the packed bytes (uint8) of a weight.
-
-    Raises:
-        ValueError: the columns are not a multiple of BLOCK.
-    """
+    """Returns the shape of a weight's packed bytes. Raises ValueError for wrong columns."""
     if columns % BLOCK:
         raise ValueError(f"{columns} columns are no multiple of {BLOCK}, the size of nf4's blocks")
     return rows, columns // BLOCK * BLOCK_BYTES
 
 
 def weight_shape(packed: Tensor) -> tuple[int, int]:
-    """Returns the shape of the weight that packed bytes represent."""
     rows, width = packed.shape
     return rows, width // BLOCK_BYTES * BLOCK
+
+
+def weights_in(parameter: Tensor) -> int:
+    """Returns the number of weights in a parameter; uint8 encodes weights in nf4."""
+    count = parameter.numel()
+    return count // BLOCK_BYTES * BLOCK if parameter.dtype == torch.uint8 else count
 
 
 def quantise(weight: Tensor) -> Tensor:
@@ -53,14 +49,15 @@ def quantise(weight: Tensor) -> Tensor:
     scales = blocks.abs().amax(-1, keepdim=True)
     # Multiplying by the reciprocal rounds as bitsandbytes does.
     relative = blocks * (1 / scales.clamp_min(1e-38))
-    codes = torch.bucketize(relative, _table(_borders, weight.device), out_int32=True).byte()
+    levels = torch.tensor(LEVELS, device=weight.device)
+    borders = (levels[1:] + levels[:-1]) / 2
+    codes = torch.bucketize(relative, borders, out_int32=True).byte()
     pairs = codes[..., ::2] << 4 | codes[..., 1::2]
     return torch.cat([pairs, scales.view(torch.uint8)], -1).view(shape)
 
 
 def dequantise(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the weight (out, in) of packed bytes (out, in / 64 · 36): products in float32,
-    rounded to `dtype`."""
+    """Returns the weight (out, in) of packed bytes: products in float32, rounded to `dtype`."""
     rows, columns = weight_shape(packed)
     blocks = packed.unflatten(1, (columns // BLOCK, BLOCK_BYTES))
     if torch.compiler.is_compiling():  # the compiler fuses all of it into one kernel
@@ -75,46 +72,28 @@ def dequantise(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns levels (rows, blocks, BLOCK) and scales (rows, blocks, 1), float32, of (rows, blocks,
-    BLOCK_BYTES) uint8."""
-    pairs = _table(_pairs, blocks.device)
-    levels = pairs.index_select(0, blocks[..., :CODE_BYTES].int().flatten())
-    scales = blocks[..., CODE_BYTES:].contiguous().view(torch.float32)
-    return levels.view(*blocks.shape[:2], BLOCK), scales
+    """Returns levels (rows, blocks, BLOCK) and scales (rows, blocks, 1), float32."""
+    codes = blocks[..., :CODE_BYTES].int().flatten()
+    levels = _pairs(blocks.device).index_select(0, codes).view(*blocks.shape[:2], BLOCK)
+    return levels, blocks[..., CODE_BYTES:].contiguous().view(torch.float32)
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """Returns a weight in float32, rounded to numbers that nf4 represents.
-
-    Raises:
-        ValueError: the columns are not a multiple of BLOCK.
-    """
+    """Returns a weight in float32, rounded to numbers that nf4 represents."""
     return dequantise(quantise(weight), torch.float32)
-
-
-def _borders(device: torch.device) -> Tensor:
-    """Returns the midpoints of neighbouring levels, float32 (15,)."""
-    levels = torch.tensor(LEVELS, device=device)
-    return (levels[1:] + levels[:-1]) / 2
 
 
 def _pairs(device: torch.device) -> Tensor:
     """Returns the two levels of each byte, float32 (256, 2)."""
+    kept = not torch.compiler.is_compiling()
+    if kept and device in _PAIRS:
+        return _PAIRS[device]
     levels = torch.tensor(LEVELS, device=device)
-    return torch.cartesian_prod(levels, levels)
+    pairs = torch.cartesian_prod(levels, levels)
+    if kept and type(pairs) is Tensor:  # a fake tensor, as in a memory plan, has no numbers
+        _PAIRS[device] = pairs
+    return pairs
 
 
-def _table(make: Callable[[torch.device], Tensor], device: torch.device) -> Tensor:
-    # computed on first use, as a process that will be forked must not have started torch's threads
-    if torch.compiler.is_compiling():
-        return make(device)
-    table = _TABLES.get((make, device))
-    if table is None:
-        table = make(device)
-        if type(table) is Tensor:  # a fake tensor, as in a memory plan, has no numbers
-            _TABLES[make, device] = table
-    return table
-
-
-_TABLES: dict[tuple[Callable[[torch.device], Tensor], torch.device], Tensor] = {}
-"""(function, device) → table that it returned."""
+_PAIRS: dict[torch.device, Tensor] = {}
+"""Made on first use, as a process that will be forked must not have started torch's threads."""

@@ -127,7 +127,7 @@ def export(
         elif given.is_adapter:
             with open_adapter(given) as adapter:
                 notes = [_OVER_NF4] if adapter.over_nf4 else []
-                under = adapter.base
+                under = adapter.trained_over
         tmp = stack.enter_context(_new_directory(out))
         target = DTYPES[dtype] if dtype else None
         names = _in_order(source.model)

@@ -166,7 +166,7 @@ def _export(arguments: argparse.Namespace) -> int:
     _use_one_thread()
     path, base = find_source(arguments.path, arguments.step), None
     if arguments.merge:
-        from trainer.tools.adapters import base_of
+        from trainer.tools.generate import base_of
 
         base = base_of(local(path), arguments.base)
     elif arguments.base or arguments.into_published:

@@ -1,38 +1,28 @@
-"""LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"): trains small
-matrices beside frozen weights.
-
-[Note: adapters] The small matrices A and B are parameters of the adapted linear layer itself,
-beside its weight. So no wrapper changes the FQNs of other parameters. Strategies and checkpoints
-treat A and B like all parameters; files name them as PEFT does.
-"""
+"""LoRA (Hu et al. 2021): trains small matrices A and B beside frozen weights."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from checkpointing.format.nf4 import BLOCK, NF4, packed_shape
+from checkpointing.format.nf4 import BLOCK, NF4, dequantise, packed_shape
 from checkpointing.format.peft import scale_of, write_config
-from trainer.models import nf4_linear
 from trainer.models.transformers_model import TextModel
 from trainer.recipe import RecipeError
 from trainer.recipe.sections import Adapter
 from trainer.recipe.seeds import stable_seed
 
-_NAMED = 8
-"""Largest number of names listed in a message."""
+_NAMED = 8  # most names listed in a message
 
 
 class LoraLinear(nn.Linear):
-    """y = W x + b + scale · B A x, with frozen W and b."""
+    """y = W x + b + scale · B A x, with frozen W and b. No wrapper changes the FQNs of others."""
 
     def __init__(self, layer: nn.Linear, options: Adapter) -> None:
-        """Take over the weight and bias of `layer`. A and B are uninitialised float32 tensors. With
-        `options.base: nf4` an uninitialised uint8 tensor for the packed codes replaces the
-        weight."""
         # nn.Linear's constructor would allocate a second weight
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
@@ -48,18 +38,20 @@ class LoraLinear(nn.Linear):
         self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, device=device))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, device=device))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x (…, in) to (…, out)."""
-        return self.frozen(x, self.bias) + self.low_rank(x)
-
     @property
     def in_nf4(self) -> bool:
-        """Whether the weight is stored in nf4."""
         return self.weight.dtype == torch.uint8
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x, self.bias) + self.low_rank(x)
+
     def frozen(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Map x (…, in) to W x + bias, (…, out)."""
-        return (nf4_linear.linear if self.in_nf4 else F.linear)(x, self.weight, bias)
+        """Map x (…, in) to W x + bias, (…, out), in the dtype of autocast or of x."""
+        if not self.in_nf4:
+            return F.linear(x, self.weight, bias)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return _Nf4Product.apply(x, self.weight, bias)
 
     def low_rank(self, x: Tensor) -> Tensor:
         """Map x (…, in) to scale · B A x, (…, out)."""
@@ -69,21 +61,24 @@ class LoraLinear(nn.Linear):
         return F.linear(self.scale * F.linear(x, self.lora_A), self.lora_B)
 
 
+class _Nf4Product(torch.autograd.Function):
+    """W x + bias for packed W, see [Note: nf4]. Only x has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        # backward dequantises again, so that only the packed bytes stay in memory
+        ctx.save_for_backward(packed)
+        return F.linear(x, dequantise(packed, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (packed,) = ctx.saved_tensors
+        return gradients[0] @ dequantise(packed, gradients[0].dtype), None, None
+
+
 def add_adapters(model: TextModel, options: Adapter, dtype: str = "bf16") -> None:
-    """Freeze a model in place, and add adapters to linear layers of its blocks; modules in
-    `options.also` stay trained. Call it before any strategy is applied.
-
-    Args:
-        model: the model to change. With `options.base: nf4` it is on the meta device, and the
-            codes are loaded later.
-        options: the recipe's `model.adapter`. Its base is the format of frozen weights.
-        dtype: `precision.dtype`. With base nf4, frozen weights that are not in nf4 are bf16 if this
-            is bf16, otherwise float32.
-
-    Raises:
-        RecipeError: the model lacks a module that the options name, or the module cannot get an
-            adapter or be trained.
-    """
+    """Freeze a model in place, and add adapters to linear layers of its blocks. Call it before any
+    strategy is applied. `dtype`: `precision.dtype`. Raises RecipeError for unsuitable options."""
     layers = _targets(model, options)
     whole = _trained_whole(model, options, layers)
     narrow = (dtype if options.base == NF4 else options.base) == "bf16"
@@ -94,29 +89,25 @@ def add_adapters(model: TextModel, options: Adapter, dtype: str = "bf16") -> Non
         if parameter.is_floating_point():
             # No update is added to a frozen weight, so rounding cannot lose one.
             parameter.data = parameter.data.to(torch.bfloat16 if narrow else torch.float32)
-    for name in layers:
-        parent, _, key = name.rpartition(".")
-        layer = model.get_submodule(name)
-        assert isinstance(layer, nn.Linear)
+    for name, layer in layers.items():
         if options.base == NF4 and layer.in_features % BLOCK:
             raise RecipeError(
                 f"model.adapter.base: nf4 needs a multiple of {BLOCK} columns, but {name} has "
                 f"{layer.in_features}; set bf16, or name other layers in model.adapter.targets"
             )
-        setattr(model.get_submodule(parent), key, LoraLinear(layer, options))
+        model.set_submodule(name, LoraLinear(layer, options))
 
 
-def _targets(model: TextModel, options: Adapter) -> list[str]:
-    """FQNs of the layers that get adapters. Raises RecipeError if a target names no layer."""
+def _targets(model: TextModel, options: Adapter) -> dict[str, nn.Linear]:
     inside = {module for block in model.blocks for module in block.modules()}
     routers = {
         getattr(module, key) for module in model.modules() for key in getattr(module, "precise", ())
     }
-    known = [
-        name
+    known = {
+        name: module
         for name, module in model.named_modules()
         if type(module) is nn.Linear and module in inside - routers
-    ]
+    }
     if not known:
         raise RecipeError(
             f"model.adapter: the layers of {model.name} have no nn.Linear, which adapters need; "
@@ -129,67 +120,61 @@ def _targets(model: TextModel, options: Adapter) -> list[str]:
                 f"adapters yet; list the layers to adapt, out of {_listed(known)}"
             )
         return known
-    for target in options.targets:
-        if not any(_is_suffix(name, target) for name in known):
+    chosen = {one: {name for name in known if _is_suffix(name, one)} for one in options.targets}
+    for target, names in chosen.items():
+        if not names:
             raise RecipeError(
                 f"model.adapter.targets: no linear layer of a block is called {target}; name one "
                 f"of {_listed(known)}. Other modules can be trained whole (model.adapter.also)"
             )
-    return [name for name in known if any(_is_suffix(name, target) for target in options.targets)]
+    named = set[str]().union(*chosen.values())
+    return {name: layer for name, layer in known.items() if name in named}
 
 
-def _trained_whole(model: TextModel, options: Adapter, layers: Sequence[str]) -> set[str]:
-    """FQNs of all parameters in the modules that `options.also` names. `layers`: FQNs of the layers
-    that get adapters."""
-    parameters = set[str]()
-    tied = model.tied_copies
+def _trained_whole(model: TextModel, options: Adapter, layers: Iterable[str]) -> set[str]:
+    """FQNs of all parameters in the modules that `options.also` names. `layers` get adapters."""
+    parameters, tied = set[str](), model.tied_copies
     heads = {name.split(".")[-2] for name in tied}
     for wanted in options.also:
-        names = [name for name, _ in model.named_modules() if name and _is_suffix(name, wanted)]
         inside = {
-            name
-            for name, _ in model.named_parameters()
-            if any(name.startswith(f"{module}.") for module in names)
+            f"{module}.{name}"
+            for module, one in model.named_modules()
+            if module and _is_suffix(module, wanted)
+            for name, _ in one.named_parameters()
         }
-        if wanted.rpartition(".")[2] in heads or {*tied.values()} & inside:
-            raise RecipeError(
-                f"model.adapter.also: {wanted} shares its weight with the other end of the model "
-                "(embedding or output head), and an adapter's file cannot change both; remove it"
-            )
-        if not inside:
-            known = [name for name, module in model.named_modules() if module._parameters]
-            raise RecipeError(
-                f"model.adapter.also: no module with parameters is called {wanted}; name one of "
-                f"{_listed(known)}"
-            )
         modules = {name.rpartition(".")[0] for name in inside}
-        if any(fnmatchcase(name, pattern) for name in modules for pattern in model.stacks):
-            raise RecipeError(
-                f"model.adapter.also: {wanted} has experts, which cannot be trained whole yet; "
-                "remove it"
+        problem = ""
+        if wanted.rpartition(".")[2] in heads or {*tied.values()} & inside:
+            problem = (
+                f"{wanted} shares its weight with the other end of the model (embedding or output "
+                "head), and an adapter's file cannot change both; remove it"
             )
-        if both := [layer for layer in layers if f"{layer}.weight" in inside]:
-            raise RecipeError(
-                f"model.adapter.also: {wanted} contains {both[0]}, which gets an adapter; leave it "
-                "out here, or in model.adapter.targets"
-            )
+        elif not inside:
+            known = [name for name, module in model.named_modules() if module._parameters]
+            problem = f"no module with parameters is called {wanted}; name one of {_listed(known)}"
+        elif any(fnmatchcase(name, pattern) for name in modules for pattern in model.stacks):
+            problem = f"{wanted} has experts, which cannot be trained whole yet; remove it"
+        elif both := [layer for layer in layers if f"{layer}.weight" in inside]:
+            problem = f"{wanted} contains {both[0]}, which gets an adapter; leave it out here, or "
+            problem += "in model.adapter.targets"
+        if problem:
+            raise RecipeError(f"model.adapter.also: {problem}")
         parameters |= inside
     return parameters
 
 
 def _is_suffix(name: str, wanted: str) -> bool:
-    """Whether `name` is `wanted`, or ends in a dot and `wanted`, as PEFT compares names."""
+    # as PEFT compares names
     return name == wanted or name.endswith(f".{wanted}")
 
 
-def _listed(names: Sequence[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     return ", ".join(ends[:_NAMED]) + (" and others" if len(ends) > _NAMED else "")
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Initial values of the matrix A or B called `name`, as in PEFT: A is uniform between -1 / √in
-    and 1 / √in, B is zero."""
+    """Initial values of a matrix, as in PEFT: A is uniform between ± 1 / √in, B is zero."""
     if name.endswith("lora_B"):
         return torch.zeros(shape)
     # Seeded by name, so that values are equal for all world sizes and strategies.
@@ -198,19 +183,19 @@ def draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def adapter_config(model: TextModel, options: Adapter, base: str) -> bytes:
-    """Contents of PEFT's adapter_config.json for a model with adapters. `base`: directory of the
-    frozen weights."""
-    layers = {name for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    """PEFT's adapter_config.json. `base`: directory of the frozen weights."""
+    linear = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    layers = {name for name, one in linear.items() if isinstance(one, LoraLinear)}
     ends = {name.rpartition(".")[2] for name in layers}
-    alike = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     # Suffixes identify the adapted layers if no other linear layer ends in one of them.
-    every = {name for name in alike if name.rpartition(".")[2] in ends} == layers
+    every = {name for name in linear if name.rpartition(".")[2] in ends} == layers
+    alpha = options.alpha
     return write_config(
-        base=os.path.abspath(base),
-        rank=options.rank,
-        alpha=options.alpha,
-        rslora=options.rslora,
-        dropout=options.dropout,
-        targets=sorted(ends if every else layers),
-        whole=options.also,
+        os.path.abspath(base),
+        r=options.rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # PEFT writes integers
+        use_rslora=options.rslora,
+        lora_dropout=options.dropout,
+        target_modules=sorted(ends if every else layers),
+        modules_to_save=sorted(options.also) or None,
     )

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from checkpointing.format.nf4 import weights_in
 from trainer.data.documents import cu_seqlens_of
 from trainer.models.attention import Documents, Requested, attend, locate
 from trainer.models.family import Family, family_of
-from trainer.models.loss import HeadLoss
-from trainer.models.nf4_linear import weights_in
-from trainer.models.preference import PreferenceLoss
+from trainer.models.loss import HeadLoss, preference_loss
 from trainer.models.rotary import Rope, rope_table, rotate
 from trainer.recipe.architecture import Architecture
+from trainer.recipe.sections import Objective
 
 TENSOR_PLAN = {
     "model.embed_tokens": "vocabulary",
@@ -254,8 +254,8 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False)
         self.head_loss = HeadLoss()
         self.has_head = True
-        self.preference: PreferenceLoss | None = None
-        """Loss for pairs of answers; None: cross-entropy."""
+        self.preference: Objective | None = None
+        """Objective for pairs of answers; None: cross-entropy."""
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
@@ -372,7 +372,7 @@ class Decoder(nn.Module):
         else:
             assert self.preference
             by_label = self.head_loss.log_probs(hidden, self._head_weight, labels)
-            found = self.preference(by_label, segments, answer_labels, reference)
+            found = preference_loss(self.preference, by_label, segments, answer_labels, reference)
             if isinstance(found, Tensor):
                 return found
             scalars, loss = found, found.pop("loss")

@@ -1,17 +1,9 @@
 """Causal language models that transformers computes, with Perdure's loss on their head.
 
-[Note: their module] The module is built, called and saved as in transformers, so its names and
-logits are unchanged. Three things differ:
-
-- *Weights* take no memory while the module is built; each rank then loads its part. Buffers, such
-  as rotary frequencies, get their values during construction, and keep them.
-- *The head* is only a weight. The module outputs the head's inputs instead of logits, and the loss
-  multiplies them in chunks of rows (loss.py). So apart from that product a module may only scale
-  its logits, or cap them softly.
-- *Documents* are separated by masks. transformers creates the masks of all models in one place,
-  where each is restricted to documents. Positions restart in each document.
-
-Shapes: B batch, T sequence, D hidden, V vocabulary.
+[Note: their module] The module outputs the inputs of its head instead of logits, and the loss
+multiplies them in chunks of rows (loss.py). So apart from that product a module may only scale its
+logits, or cap them softly. Documents are separated by masks, which transformers creates in one
+place for all models. Shapes: B batch, T sequence, D hidden, V vocabulary.
 """
 
 import inspect
@@ -19,28 +11,28 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from checkpointing.format.nf4 import weights_in
 from checkpointing.load.published import by_model_names
 from checkpointing.storage.place import Place
 from checkpointing.storage.steps import hugging_face_tensors
 from trainer.models.decoder import Decoder
 from trainer.models.hf import ConfigError, read_json
-from trainer.models.loss import HeadLoss, capped
-from trainer.models.nf4_linear import weights_in
-from trainer.models.preference import PreferenceLoss
+from trainer.models.loss import HeadLoss, capped, preference_loss
 from trainer.models.ties import ties_of
 from trainer.recipe import RecipeError
+from trainer.recipe.sections import Objective
 
 OLDEST = (5, 24)
-"""Oldest tested transformers; from version 5 on, transformers creates all masks in one place."""
+"""Oldest tested transformers. Version 4 creates masks in many places."""
 _ELSEWHERE = ("auto_map", "attn_implementation", "experts_implementation")
-"""Keys of config.json that would load other code, also with a leading underscore."""
+"""Keys of config.json that would load other code."""
 _SKIPS = ("layerdrop", "decoder_layerdrop")
 """Keys of config.json with which each rank would skip layers of its own choice."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -48,22 +40,10 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Values of `layer_types` for layers that see other tokens only through a mask."""
 _OF_OTHER_HEADS = ("summary_", "classifier_")
-"""Prefixes of keys of config.json that only models with another head read."""
+"""Prefixes of keys of config.json that models with this head ignore."""
+_OWN = "train this model through model.factory (docs/extending.md)"
 _PADDING = 8
-"""Columns added to the head's weight for a bias: GPUs are slow with sizes that are no multiple of
-8."""
-
-
-class WeightOnlyHead(nn.Module):
-    """Weight and bias of an output head, as a module that returns its input."""
-
-    def __init__(self, given: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = given.weight, given.bias
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return `hidden` (B, T, D) unchanged."""
-        return hidden
+"""Columns added to the head's weight for a bias: GPUs are slow with other sizes."""
 
 
 class TransformersModel(nn.Module):
@@ -71,35 +51,31 @@ class TransformersModel(nn.Module):
 
     stacks: Sequence[str] = ()
     stacks_apart: Sequence[str] = ()
-    """Both are empty: `strategy.ep` divides no experts of such a model, and checkpoints store the
-    parameters as the module has them."""
 
-    def __init__(self, built: "BuiltModule", blocks: Sequence[nn.Module]) -> None:
-        """`blocks`: layers of the module. Raises RecipeError if the module cannot be trained, see
-        [Note: their module]."""
+    def __init__(
+        self, theirs: Any, blocks: Sequence[nn.Module], names: Mapping[str, str], cap: float | None
+    ) -> None:
+        """Take over a module of transformers and its layers. `names`: top-level module → its name
+        in files, where they differ. `cap`: soft cap of the logits."""
         super().__init__()
-        theirs = built.module
         self.name = type(theirs).__name__
         if not blocks or theirs._parameters or theirs._buffers:
             raise _refusal(self.name, "has parameters beside its layers, or no list of layers")
         head = _replace_head(theirs)
-        _check_head(theirs, head, blocks[0])
+        _check_head(theirs, head.weight.shape[1], blocks[0])
         for name, child in theirs.named_children():
-            self.add_module(built.names_in_files.get(name, name), child)
+            self.add_module(names.get(name, name), child)
         # in a tuple, so that it is no submodule, which would prefix all names
         self._theirs = (theirs,)
         self._head = (head,)
         self.blocks = tuple(blocks)
-        """Layers of the module: units of sharding, recomputation and compilation."""
         self.head_loss = HeadLoss()
-        self.preference: PreferenceLoss | None = None
-        """Loss for pairs of answers; None: cross-entropy."""
-        self.cap = built.cap
+        self.preference: Objective | None = None
+        self.cap = cap
         self._takes_positions = "position_ids" in inspect.signature(theirs.forward).parameters
 
     @property
     def config(self) -> Any:
-        """Configuration object of transformers."""
         return self._theirs[0].config
 
     @property
@@ -108,13 +84,11 @@ class TransformersModel(nn.Module):
 
     @property
     def most_positions(self) -> int | None:
-        """Longest sequence in tokens; None if the configuration sets none."""
         most = getattr(self.config, "max_position_embeddings", None)
         return most if isinstance(most, int) and most > 0 else None
 
     @property
     def draws(self) -> bool:
-        """Whether a training pass draws random numbers, because the configuration has dropout."""
         return any(
             "drop" in key and isinstance(value, float) and value > 0
             for key, value in self.config.to_dict().items()
@@ -123,23 +97,19 @@ class TransformersModel(nn.Module):
 
     @property
     def experts(self) -> bool:
-        """Whether a token uses only some of the weights."""
         counts = [getattr(self.config, key, None) for key in _EXPERTS]
         return any(isinstance(count, int) and count > 1 for count in counts)
 
     @property
     def tied_copies(self) -> dict[str, str]:
-        """Second name of a tied weight → its name among the parameters."""
         return ties_of(self)
 
     @property
     def compiled_beside_blocks(self) -> Sequence[nn.Module]:
-        """Modules that `strategy.compile` compiles, besides the blocks."""
         return [self.head_loss]
 
     def mixes_documents(self) -> str | None:
-        """Reason why documents of one sequence would see each other; None if masks separate
-        them."""
+        """Why documents of one sequence would see each other; None if masks separate them."""
         theirs = self._theirs[0]
         others = {*(getattr(self.config, "layer_types", None) or ())} - _ATTENTION
         if others or getattr(theirs, "_is_stateful", False):
@@ -152,14 +122,11 @@ class TransformersModel(nn.Module):
         return None
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of forward and backward per token, as `Family.flops_per_token`,
-        but without discount for windows. 0 for experts, as the share of weights that a token uses
-        is unknown."""
+        """As `Family.flops_per_token`, but without discount for windows; 0 for experts."""
         if self.experts:
             return 0.0
         config, theirs = self.config, self._theirs[0]
         looked_up = theirs.get_input_embeddings().weight
-        # Looking up an embedding needs no product, but a head that shares its weight does.
         products = [p for p in self.parameters() if p is not looked_up or p is self._head[0].weight]
         frozen = sum(weights_in(p) for p in products if not p.requires_grad)
         heads = getattr(config, "num_attention_heads", 0)
@@ -176,8 +143,7 @@ class TransformersModel(nn.Module):
         answer_labels: Tensor | None = None,
         reference: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Return logits or, with labels, the loss. Arguments and results: see `Decoder.forward`.
-        The host waits for a GPU only where transformers does."""
+        """See `Decoder.forward`."""
         hidden = self.hidden(input_ids, document_ids)
         if labels is None:
             return self.head(hidden)
@@ -186,26 +152,26 @@ class TransformersModel(nn.Module):
             return self.head_loss(*product, labels, self.cap)
         assert self.preference
         by_label = self.head_loss.log_probs(*product, labels, self.cap)
-        return self.preference(by_label, segments, answer_labels, reference)
+        return preference_loss(self.preference, by_label, segments, answer_labels, reference)
 
     def hidden(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Return the inputs of the head, (B, T, D), in the dtype of its weight."""
-        theirs, options, runs = self._theirs[0], {}, None
+        """Return the inputs of the head, (B, T, D)."""
+        theirs, given = self._theirs[0], {"input_ids": input_ids}
         theirs.training = self.training
-        if document_ids is not None:
+        if document_ids is None:
+            hidden = theirs(**given).logits
+        else:
             runs, positions = document_runs(document_ids)
-            options = {"position_ids": positions} if self._takes_positions else {}
-        with _documents_hidden(runs, self.name):
-            hidden = theirs(input_ids=input_ids, **options).logits
+            given |= {"position_ids": positions} if self._takes_positions else {}
+            with _documents_hidden(runs, self.name, self.config._attn_implementation):
+                hidden = theirs(**given).logits
         return hidden.to(self._head[0].weight.dtype)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Map hidden states (…, D) to logits (…, V)."""
         return capped(F.linear(hidden, self._head[0].weight, self._head[0].bias), self.cap)
 
     def _product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return hidden states and weight whose product is the logits. A bias of the head is a
-        further column of the weight, and the hidden states have a 1 in that column."""
+        """Return hidden states and weight whose product is the logits, bias included."""
         head = self._head[0]
         if head.bias is None:
             return hidden, head.weight
@@ -215,12 +181,10 @@ class TransformersModel(nn.Module):
 
 
 TextModel: TypeAlias = Decoder | TransformersModel
-"""A causal language model, by Perdure or by transformers."""
 
 
 def document_runs(document_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (index of the document in its row, position in its document) of each token, both (B,
-    T) int64. A document is a run of equal `document_ids` (B, T)."""
+    """Return (number, position) of each token's document, a run of equal `document_ids`: (B, T)."""
     first = torch.ones_like(document_ids, dtype=torch.bool)
     first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     places = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(first)
@@ -229,42 +193,27 @@ def document_runs(document_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def _documents_hidden(runs: Tensor | None, name: str) -> Iterator[None]:
-    """Make the masks of transformers hide other documents inside the `with` block: those of `runs`
-    (B, T), see `document_runs`; None: no change. Raises RecipeError at the end of the block if
-    transformers created no mask."""
-    if runs is None:
-        yield
-        return
-    from transformers.masking_utils import (
-        ALL_MASK_ATTENTION_FUNCTIONS,
-        and_masks,
-        causal_mask_function,
-        packed_sequence_mask_function,
-    )
+def _documents_hidden(runs: Tensor, name: str, attention: str) -> Iterator[None]:
+    """Make the masks that transformers creates for an implementation of attention in the block hide
+    tokens with another number in `runs` (B, T). Raises RecipeError if it creates none."""
+    from transformers import masking_utils as masks
 
+    registry, causal = masks.ALL_MASK_ATTENTION_FUNCTIONS, masks.causal_mask_function
+    make, alike = registry[attention], masks.packed_sequence_mask_function(runs)
     mask_created = False
 
-    def narrowed(make: Callable[..., Any]) -> Callable[..., Any]:
-        def mask(*given: Any, mask_function: Any = causal_mask_function, **options: Any) -> Any:
-            nonlocal mask_created
-            mask_created = True
-            both = and_masks(mask_function, packed_sequence_mask_function(runs))
-            # transformers skips a mask that is only causal; attention would then see other
-            # documents.
-            return make(*given, **{**options, "mask_function": both, "allow_is_causal_skip": False})
+    def mask(*given: Any, mask_function: Any = causal, **options: Any) -> Any:
+        nonlocal mask_created
+        mask_created = True
+        # transformers skips a mask that is only causal; attention would then see other documents.
+        options["allow_is_causal_skip"] = False
+        return make(*given, mask_function=masks.and_masks(mask_function, alike), **options)
 
-        return mask
-
-    makers = {key: ALL_MASK_ATTENTION_FUNCTIONS[key] for key in ("eager", "sdpa")}
+    registry[attention] = mask
     try:
-        for key, make in makers.items():
-            ALL_MASK_ATTENTION_FUNCTIONS[key] = narrowed(make)
         yield
     finally:
-        for key in makers:
-            # Drops the entry made above, so that the entry of transformers counts again.
-            del ALL_MASK_ATTENTION_FUNCTIONS[key]
+        del registry[attention]  # the entry of transformers counts again
     if not mask_created:
         raise RecipeError(
             f"data.document_mask: {name} of transformers created no mask, so its documents saw "
@@ -272,25 +221,11 @@ def _documents_hidden(runs: Tensor | None, name: str) -> Iterator[None]:
         )
 
 
-class BuiltModule(NamedTuple):
-    """A transformers module, and the parts of its work that Perdure takes over."""
-
-    module: Any
-    """The module: parameters on the meta device, buffers on the CPU."""
-    cap: float | None
-    """Soft cap of the logits, which the loss applies; None: no cap."""
-    names_in_files: Mapping[str, str]
-    """Name of a top-level module, such as the head → its name in files, where they differ."""
-
-
-def build_theirs(directory: Place, reason: str) -> BuiltModule:
-    """Build the transformers module for a config.json. Runs no code of the checkpoint, and
-    downloads nothing. `reason`: why transformers is needed, for errors.
-
-    Raises:
-        RecipeError: transformers is missing, or has no causal language model of this type.
-        ConfigError: the file cannot be used.
-    """
+def build_theirs(
+    directory: Place, reason: str, blocks_of: Callable[[nn.Module], Sequence[nn.Module]]
+) -> TransformersModel:
+    """Build the model of a config.json: parameters on the meta device, buffers on the CPU. Runs no
+    code of the checkpoint, and downloads nothing. `reason`: why transformers is needed."""
     config_json, installed = read_json(directory), check_installed(reason)
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -301,8 +236,7 @@ def build_theirs(directory: Place, reason: str) -> BuiltModule:
     if model_type not in CONFIG_MAPPING:
         code = ", and code in a checkpoint is not run" if "auto_map" in config_json else ""
         raise ConfigError(
-            f"{file}: transformers {installed} knows no model_type {model_type!r}{code}; train "
-            "this model through model.factory (docs/extending.md)"
+            f"{file}: transformers {installed} knows no model_type {model_type!r}{code}; {_OWN}"
         )
     ours = {key: value for key, value in config_json.items() if key.lstrip("_") not in _ELSEWHERE}
     try:
@@ -314,45 +248,40 @@ def build_theirs(directory: Place, reason: str) -> BuiltModule:
         raise _refusal(model_type, "is no causal language model")
     made_by = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
     _check_kind(config, made_by.__name__, file)
-    cap = getattr(config, "final_logit_softcapping", None)
-    changed = {
-        "use_cache": False,
-        "return_dict": True,
-        "dtype": torch.float32,
-        "_attn_implementation": "sdpa" if made_by._supports_sdpa else "eager",
-        **({"final_logit_softcapping": None} if cap else {}),  # the loss applies it
-    }
+    cap = getattr(config, "final_logit_softcapping", None) or None
     try:
-        for key, value in changed.items():
-            setattr(config, key, value)
+        config.use_cache = False
+        config.return_dict = True
+        config.dtype = torch.float32
+        config._attn_implementation = "sdpa" if made_by._supports_sdpa else "eager"
+        if cap:
+            config.final_logit_softcapping = None
         with _parameters_on_meta():
             theirs = made_by(config)
     except Exception as error:
         raise ConfigError(f"{file}: transformers {installed}: {_first_line(error)}") from error
-    return BuiltModule(theirs, cap or None, _names_in_files(theirs, directory))
+    names = _names_in_files(theirs, directory)
+    return TransformersModel(theirs, blocks_of(theirs), names, cap)
 
 
 def check_installed(reason: str) -> str:
-    """Installed version of transformers. `reason`: why it is needed, for errors. Raises RecipeError
-    if it is missing or too old."""
+    """Version of transformers. Raises RecipeError if it is missing or too old."""
     try:
         installed = version("transformers")
     except PackageNotFoundError:
+        installed = ""
+    if not installed or tuple(map(int, installed.split(".")[:2])) < OLDEST:
+        found = "transformers would compute the model, but is not"
+        if installed:
+            oldest = ".".join(map(str, OLDEST))
+            found = f"transformers {oldest} would compute the model, but {installed} is"
         raise RecipeError(
-            f"model.init_from: {reason}; transformers would compute the model, but is not "
-            "installed: pip install 'perdure[transformers]'"
-        ) from None
-    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
-        raise RecipeError(
-            f"model.init_from: {reason}; transformers {'.'.join(map(str, OLDEST))} would compute "
-            f"the model, but {installed} is installed: pip install 'perdure[transformers]'"
+            f"model.init_from: {reason}; {found} installed: pip install 'perdure[transformers]'"
         )
     return installed
 
 
 def _check_kind(config: Any, name: str, file: Place) -> None:
-    """Raise RecipeError or ConfigError if the model is not causal, or requests an unsupported
-    feature."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     if config.is_encoder_decoder:
@@ -378,8 +307,6 @@ def _check_kind(config: Any, name: str, file: Place) -> None:
 
 
 def _names_in_files(theirs: Any, directory: Place) -> dict[str, str]:
-    """Name of a top-level module → its name in files, where they differ. Raises ConfigError if
-    transformers converts tensors of the files into other weights."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, apply_renamings
 
@@ -389,10 +316,9 @@ def _names_in_files(theirs: Any, directory: Place) -> dict[str, str]:
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     stored, known = hugging_face_tensors(directory), theirs.state_dict().keys()
     renamed: dict[str, str] = {}
-    for stored_name in stored:
-        (first, _, rest), (part, _, end) = (
-            name.partition(".") for name in (apply_renamings(stored_name, renamings), stored_name)
-        )
+    for name in stored:
+        part, _, end = name.partition(".")
+        first, _, rest = apply_renamings(name, renamings).partition(".")
         if first != part and rest == end and f"{first}.{rest}" in known:
             renamed[first] = part
 
@@ -405,27 +331,26 @@ def _names_in_files(theirs: Any, directory: Place) -> dict[str, str]:
     if missing:
         raise ConfigError(
             f"{directory}: its files lack {missing[0]}, which transformers makes of other tensors "
-            "in them, and Perdure reads weights as they are; train this model through "
-            "model.factory (docs/extending.md)"
+            f"in them, and Perdure reads weights as they are; {_OWN}"
         )
     return renamed
 
 
-def _replace_head(theirs: Any) -> WeightOnlyHead:
-    """Replace the output head by a `WeightOnlyHead`."""
+def _replace_head(theirs: Any) -> Any:
+    """Replace the output head by a module with its weight and bias, which returns its input."""
     linear = theirs.get_output_embeddings()
     name = next((name for name, module in theirs.named_modules() if module is linear), None)
     if name is None or type(linear) is not nn.Linear:
         raise _refusal(type(theirs).__name__, "has no output head that is an nn.Linear")
-    head = WeightOnlyHead(linear)
-    parent, _, key = name.rpartition(".")
-    setattr(theirs.get_submodule(parent), key, head)
+    head = nn.Identity()
+    for key, parameter in linear._parameters.items():
+        head.register_parameter(key, parameter)
+    theirs.set_submodule(name, head)
     return head
 
 
 class _HeadInput:
-    """Passed to the head in place of the output of the modules below it: has the given hidden
-    states, and None as any other attribute."""
+    """Output of the modules below the head in `_check_head`, with None as any other attribute."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -437,14 +362,14 @@ class _HeadInput:
         return self.last_hidden_state if index == 0 else ()
 
 
-def _check_head(theirs: Any, head: WeightOnlyHead, block: nn.Module) -> None:
-    """Check that a module only scales hidden states, besides the product with its head. It is
-    called with the modules that contain its blocks replaced by functions that return fixed hidden
-    states. Raises RecipeError if the module does more."""
-    (name,) = (name for name, module in theirs.named_modules() if module is block)
-    parts = name.split(".")
-    above = [theirs.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts))]
-    width = head.weight.shape[1]
+def _check_head(theirs: Any, width: int, block: nn.Module) -> None:
+    """Raise RecipeError if a module does more with hidden states (…, `width`) than [Note: their
+    module] allows. The modules that contain its blocks return fixed hidden states meanwhile."""
+    above = [
+        module
+        for module in theirs.modules()
+        if module not in (theirs, block) and block in {*module.modules()}
+    ]
     # both signs and several magnitudes, so that a nonlinear head is detected
     hidden = torch.linspace(-3, 3, 2 * width).view(1, 2, width)
     try:
@@ -464,8 +389,6 @@ def _check_head(theirs: Any, head: WeightOnlyHead, block: nn.Module) -> None:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Put parameters that are created inside the `with` block on the meta device, without values.
-    Buffers get their values."""
 
     def move(_module: nn.Module, _name: str, parameter: Any) -> Any:
         if parameter is None or parameter.is_meta:
@@ -480,10 +403,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _refusal(name: object, problem: str) -> RecipeError:
-    return RecipeError(
-        f"model.init_from: {name} of transformers {problem}, so it cannot be trained this way; "
-        "train this model through model.factory (docs/extending.md)"
-    )
+    what = f"{name} of transformers {problem}, so it cannot be trained this way"
+    return RecipeError(f"model.init_from: {what}; {_OWN}")
 
 
 def _first_line(error: Exception) -> str:

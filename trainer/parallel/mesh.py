@@ -64,6 +64,16 @@ class Mesh:
         these ranks read other samples, or swapped them with a rank of another share."""
         return 2 * self.place or 1 - self.together * (self.together - 1)
 
+    def deal(self, count: int, size: int) -> tuple[list[range], list[list[int]]]:
+        """Deal `count` sequences to the data-parallel ranks, `size` in each micro-batch. Returns,
+        for this rank's micro-batches, (sequences that count, sequences to load). A rank that has
+        none left loads the first micro-batch of all, so that all ranks enter the same
+        collectives."""
+        rank, ranks = self.dp_rank, self.dp_size
+        numbers = range(rank, -(-count // (size * ranks)) * ranks, ranks)
+        cuts = [range(n * size, min(n * size + size, count)) for n in numbers]
+        return cuts, [list(cut) or list(range(min(size, count))) for cut in cuts]
+
     def dimension(self, name: str) -> DeviceMesh:
         return self.experts[name] if self.experts and name == EXPERT else self.device_mesh[name]
 

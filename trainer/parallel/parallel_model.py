@@ -148,8 +148,7 @@ class ParallelModel:
         return {name_in_file(name): p for name, p in self.parameters.items() if p.requires_grad}
 
     def under_adapter(self, *, whole: bool) -> dict[str, torch.Tensor]:
-        """Return the tensors that a model with an adapter loads from `model.init_from`: frozen
-        parameters and buffers; with `whole` also parameters of modules that are trained whole."""
+        """Return what is loaded from `model.init_from`; `whole`: also what is trained whole."""
         held = {
             name: one
             for name, one in self.parameters.items()
@@ -159,7 +158,7 @@ class ParallelModel:
 
     @property
     def in_nf4(self) -> frozenset[str]:
-        """FQNs of this rank's weights in nf4: weights of adapted layers, packed as uint8."""
+        """FQNs of this rank's weights in nf4."""
         ends = "lora_A", "weight"
         layers = {name.removesuffix(ends[0]) for name in self.parameters if name.endswith(ends[0])}
         weights = {layer + ends[1] for layer in layers}
@@ -167,8 +166,7 @@ class ParallelModel:
 
     @property
     def trained(self) -> frozenset[str]:
-        """Names in `tensors` of trained parameters. These must be finite, whereas buffers and
-        frozen parameters may hold infinity, as masks do."""
+        """Names in `tensors` of trained parameters, which must be finite; masks need not be."""
         if self.recipe.model.adapter:
             return frozenset(self.tensors)
         trained = {name: one for name, one in self.parameters.items() if one.requires_grad}

@@ -10,9 +10,9 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
+from checkpointing.format.nf4 import weights_in
 from trainer.models import Decoder
 from trainer.models.adapter import LoraLinear, add_adapters
-from trainer.models.nf4_linear import weights_in
 from trainer.optim.optimizer import StateTensor, state_of
 from trainer.parallel.expert import stacked_modules
 from trainer.parallel.parallelize import cut_layers, keep_weights

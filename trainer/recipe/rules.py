@@ -100,9 +100,8 @@ def length_contradictions(recipe: Recipe, length: str) -> Iterator[tuple[str, st
 
 
 def counted(recipe: Recipe, sequences: int) -> Recipe:
-    """Return the recipe with `run.steps` computed from `run.epochs`, if that is set. `sequences`:
-    number of sequences in one epoch. Raises RecipeError if the run is too short for another
-    key."""
+    """Return the recipe with `run.steps` computed from `run.epochs`, if set, for epochs of so many
+    `sequences`. Raises RecipeError if the run is too short for another key."""
     run = recipe.run
     if not run.epochs:
         return recipe
@@ -180,6 +179,7 @@ def _adapter_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     model, adapter, strategy = recipe.model, recipe.model.adapter, recipe.strategy
     if adapter is None:
         return
+    precision = recipe.precision
     if model.factory:
         yield "model.adapter", "a model of model.factory has no adapters yet; remove it"
     elif not model.init_from:
@@ -189,20 +189,20 @@ def _adapter_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     if adapter.targets == ():
         yield "model.adapter.targets", "the list is empty; name linear layers, or all-linear"
-    if adapter.base == "bf16" and recipe.precision.dtype != "bf16":
+    if adapter.base == "bf16" and precision.dtype != "bf16":
         yield (
             "model.adapter.base",
-            f"bf16 would round the frozen weights for precision.dtype={recipe.precision.dtype}; "
-            "set model.adapter.base=fp32, or precision.dtype=bf16",
+            f"bf16 would round the frozen weights for precision.dtype={precision.dtype}; set "
+            "model.adapter.base=fp32, or precision.dtype=bf16",
         )
     if adapter.dropout and strategies.together(strategy) > 1:
         yield (
             "model.adapter.dropout",
             "draws other numbers on ranks that share a sample (strategy.tp, pp, cp); set 0",
         )
-    if recipe.precision.matmul:
+    if precision.matmul:
         yield "precision.matmul", "does not work with model.adapter yet; remove it"
-    if recipe.precision.master != "fp32":
+    if precision.master != "fp32":
         yield (
             "precision.master",
             "an adapter is trained in float32, and model.adapter.base is the format of the frozen "

@@ -14,7 +14,6 @@ from checkpointing.options import CheckpointOptions, number_of_bytes
 from elastic.options import ElasticOptions
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.bounds import Amount, Count, Position, Positive, Share
-from trainer.recipe.objective import Objective
 from trainer.recipe.paths import in_bucket, local_copy
 
 Sharding = Literal["NO_SHARD", "OPTIMIZER_STATE", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"]
@@ -108,6 +107,37 @@ class Adapter:
     also: tuple[str, ...] = ()
     """Names of modules that are trained whole, or suffixes of these: `lm_head`. PEFT calls them
     modules_to_save."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """The loss: cross-entropy of tokens (sft), or a preference for the chosen answer of each pair.
+    See docs/fine_tuning.md."""
+
+    name: Literal["sft", "dpo", "ipo", "simpo", "orpo"] = "sft"
+    """sft: the cross-entropy of trained tokens. dpo (Rafailov et al. 2023), ipo (Azar et al. 2023),
+    simpo (Meng et al. 2024), orpo (Hong et al. 2024): for data prepared with `--pairs`. dpo and ipo
+    compare with the initial model of the run."""
+
+    beta: Annotated[float, Gt(0)] | None = None
+    """beta in these papers; for orpo their lambda. Default: 2.0 for simpo, otherwise 0.1."""
+
+    gamma: Amount | None = None
+    """For simpo: required margin of the chosen answer. Default: 1.0."""
+
+    sft_weight: Amount | None = None
+    """For dpo, ipo, simpo and orpo: weight of the mean cross-entropy of the chosen answer's tokens,
+    which is added to the loss. Default: 1 for orpo, otherwise 0."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether the objective compares pairs of answers."""
+        return self.name != "sft"
+
+    @property
+    def referenced(self) -> bool:
+        """Whether the objective compares with the initial model of the run."""
+        return self.name in ("dpo", "ipo")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,10 +73,7 @@ def evaluate(run: Run, evaluation: ValidationSet, *, heed: bool = True) -> dict[
     None if a node must leave; the ranks agree on that regularly. On all ranks."""
     stream, count = evaluation.stream, evaluation.count
     model, pulse, step, device = run.model, run.pulse, run.progress.step, run.world.device
-    size, rank, ranks = run.recipe.micro_batch, run.mesh.dp_rank, run.mesh.dp_size
-    numbers = range(rank, -(-count // (size * ranks)) * ranks, ranks)
-    cuts = [range(n * size, min(n * size + size, count)) for n in numbers]
-    requests = [list(cut) or list(range(min(size, count))) for cut in cuts]
+    cuts, requests = run.mesh.deal(count, run.recipe.micro_batch)
     total: torch.Tensor | None = None
     batches = load(stream, requests, workers=0, pin_memory=device.type == "cuda")
     pairs = zip(cuts, batches, strict=True)

@@ -195,8 +195,7 @@ def _portions(
     wanted: Mapping[str, torch.Tensor], in_nf4: Collection[str], ranks: RankGroup
 ) -> Iterator[Mapping[str, torch.Tensor]]:
     """Yield the tensors to load: first all that are not in nf4, then float32 tensors in place of
-    nf4 weights, in portions of at most PORTION elements. Requesting the next portion quantises the
-    previous one. All ranks get the same number of portions."""
+    nf4 weights. Requesting the next portion quantises the last."""
     yield {name: tensor for name, tensor in wanted.items() if name not in in_nf4}
     parts: list[list[str]] = []
     room = 0
@@ -219,11 +218,10 @@ def _portions(
 
 
 def _in_float32(packed: torch.Tensor) -> torch.Tensor:
-    local = local_tensor(packed)
+    local, shape = local_tensor(packed), torch.Size(weight_shape(packed))
     weight = torch.empty(weight_shape(local), device=local.device)
     if not isinstance(packed, DTensor):
         return weight
-    shape = torch.Size(weight_shape(packed))
     return DTensor.from_local(
         weight, packed.device_mesh, packed.placements,
         run_check=False, shape=shape, stride=(shape[1], 1),

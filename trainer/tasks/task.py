@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from checkpointing.format.nf4 import weights_in
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
 from checkpointing.storage.place import location
 from checkpointing.storage.steps import storage_of
@@ -19,7 +20,6 @@ from trainer.data.shards import is_prepared, read_index
 from trainer.data.stream import Stream
 from trainer.models import Decoder, Family, model_files
 from trainer.models.adapter import adapter_config
-from trainer.models.nf4_linear import weights_in
 from trainer.models.transformers_model import TextModel, TransformersModel
 from trainer.recipe import Optimizer, ParameterGroup, Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
@@ -166,11 +166,10 @@ def _of_chats(stream: TokenStream) -> list[str]:
     """Return notes for the user about sequences of chats or pairs; [] for other data."""
     if not stream.counted:
         return []
-    what = (
-        f"{stream.pairs_per_sequence:,.1f} pairs each"
-        if stream.paired
-        else f"{stream.labels_per_sequence:,.0f} trained tokens each; `tokens` counts these"
-    )
+    if stream.paired:
+        what = f"{stream.pairs_per_sequence:,.1f} pairs each"
+    else:
+        what = f"{stream.labels_per_sequence:,.0f} trained tokens each; `tokens` counts these"
     notes = [f"data: {stream.sequences:,} sequences, {stream.fullness:.1%} full, with about {what}"]
     if stream.left_out:
         items = "pairs" if stream.paired else "documents"
@@ -278,8 +277,7 @@ def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], float]:
 
 
 def _named_values(means: Mapping[str, float]) -> dict[str, float]:
-    """Return the values to record. If there is a loss, all names get the prefix `validation_`; else
-    they stay as they are, such as recall."""
+    """Return the values to record: with `validation_` before the names if there is a loss."""
     prefix = "validation_" if "loss" in means else ""
     return {f"{prefix}{name}": mean for name, mean in means.items()}
 

@@ -15,7 +15,6 @@ from trainer.models.adapter import add_adapters
 from trainer.models.adapter import draw as draw_part
 from trainer.models.family import family_of, find_family
 from trainer.models.hf import NotOursError
-from trainer.models.preference import preference_of
 from trainer.models.transformers_model import (
     TextModel,
     TransformersModel,
@@ -41,12 +40,16 @@ def build_text_model(recipe: Recipe) -> "tuple[TextModel, Fill, list[str]]":
     returns initial weights, and notes for the user. Raises RecipeError or ConfigError if the model
     cannot be built."""
     reason = reason_for_theirs(recipe)
-    return _decoder(recipe) if reason is None else _of_transformers(recipe, reason)
+    built = _decoder(recipe) if reason is None else _of_transformers(recipe, reason)
+    model, fill, notes = built
+    model.preference = recipe.objective if recipe.objective.compares else None
+    if recipe.model.adapter:
+        add_adapters(model, recipe.model.adapter, recipe.precision.dtype)
+    return model, fill, notes
 
 
 def reason_for_theirs(recipe: Recipe) -> str | None:
-    """Return why the model of a recipe is one of transformers; None if it is Perdure's decoder.
-    Raises RecipeError or ConfigError if `model.init_from` has no valid config.json."""
+    """Return why the model of a recipe is one of transformers; None if it is Perdure's decoder."""
     model = recipe.model
     if not model.init_from or model.factory or model.family or model.implementation == "perdure":
         return None
@@ -60,8 +63,7 @@ def reason_for_theirs(recipe: Recipe) -> str | None:
 
 
 def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, Fill, list[str]]":
-    built = build_theirs(location(recipe.model.init_from or ""), reason)
-    model = TransformersModel(built, repeated_blocks(built.module))
+    model = build_theirs(location(recipe.model.init_from or ""), reason, repeated_blocks)
     theirs, strategy = f"{model.name} of transformers", recipe.strategy
     problems = [
         f"strategy.{key}: ranks do not compute {model.name} together, because it is a model of "
@@ -90,14 +92,10 @@ def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, F
             f"{model.name} has experts, but is trained without the auxiliary loss that balances "
             "them: the cross-entropy alone trains its routers"
         )
-    model.preference = preference_of(recipe.objective)
-    seed = recipe.run.seed
     notes += keep_in_float32(recipe, model, model.name)
-    if recipe.model.adapter:
-        add_adapters(model, recipe.model.adapter, recipe.precision.dtype)
 
     def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return draw_part(name, shape, seed)  # called for adapters only: other weights are loaded
+        return draw_part(name, shape, recipe.run.seed)  # of adapters: other weights are loaded
 
     return model, fill, notes
 
@@ -124,11 +122,8 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
             f"model.family: a block of {named} is not an nn.Module; return one from the family's "
             "block"
         )
-    decoder.preference = preference_of(recipe.objective)
     draw, seed = family.draw, recipe.run.seed
     of_formats = keep_in_float32(recipe, decoder, named)
-    if recipe.model.adapter:
-        add_adapters(decoder, recipe.model.adapter, recipe.precision.dtype)
 
     def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if recipe.model.adapter and is_part(name):

@@ -1,8 +1,6 @@
-"""Writes what a run's checkpoints generate for prompts, or score on tasks, as JSON lines. Runs in
-its own process, independent of training."""
+"""Writes what a run's checkpoints generate for prompts, or score on tasks, as JSON lines."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -15,38 +13,35 @@ from checkpointing.storage.place import ObjectPath, P, Place, local
 from checkpointing.storage.steps import list_steps, open_step, reading_lock
 from elastic import LEDGER
 from elastic.exits import EXIT_DONE
-from elastic.node.files import open_to_read
 from elastic.record.history import last_start
-from elastic.record.lines import LineFile, read_line
+from elastic.record.lines import LineFile, last_lines, read_line
 from trainer.recipe import load_recipe
 from trainer.tools.generate import GenerateError, Sampling, continuations
 from trainer.tools.mirror import local_model
 
 LineSubject: TypeAlias = Mapping[str, Any]
-"""Subject of a line, such as a prompt or task; its fields are part of the line, and identify it."""
+"""Fields that identify a line, such as a prompt."""
 
 LOOK_SECONDS = 1.0
-TAIL_BYTES = 1 << 16
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Read distinct prompts: the `prompt` of each line of a .jsonl file, or each non-empty line of
-    a text. Raises GenerateError if the file cannot be read, has no prompts, or has a line without
-    `prompt`."""
+    """Read distinct prompts: the `prompt` of each line of a .jsonl file, or each line of a text."""
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise GenerateError(f"--prompts: cannot read {file}: {error}") from error
-    prompts = list(lines)
-    for number, line in enumerate(lines if file.suffix == ".jsonl" else []):
-        with suppress(ValueError, TypeError, KeyError, RecursionError):
-            prompts[number] = json.loads(line)["prompt"]
-            if isinstance(prompts[number], str):
-                continue
-        raise GenerateError(f'--prompts: {file}: write each line as {{"prompt": "…"}}, not {line}')
+    prompts = [_prompt_in(line, file) if file.suffix == ".jsonl" else line for line in lines]
     if not prompts:
         raise GenerateError(f"--prompts: {file} has no prompts; write one on each line")
     return list(dict.fromkeys(prompts))
+
+
+def _prompt_in(line: str, file: Path) -> str:
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        if isinstance(prompt := json.loads(line)["prompt"], str):
+            return prompt
+    raise GenerateError(f'--prompts: {file}: write each line as {{"prompt": "…"}}, not {line}')
 
 
 def add_lines(
@@ -55,22 +50,9 @@ def add_lines(
     out: Path,
     make: Callable[[P, Sequence[LineSubject]], Iterable[Mapping[str, Any]]],
 ) -> Iterator[tuple[int, int]]:
-    """Append one line per checkpoint and object in `wanted` to a file: `step`, the object's fields,
-    and the result of `make`. Lines that the file has are not computed again.
-
-    Args:
-        steps: checkpoints, on a disk or in an object store.
-        wanted: JSON objects with the same keys.
-        out: file of JSON lines.
-        make: (checkpoint, some of `wanted`) → fields to add to each object, in order.
-
-    Yields:
-        (step, number of lines written) of each checkpoint that lacked lines. A checkpoint that was
-        deleted or is damaged is skipped, with 0 lines.
-
-    Raises:
-        GenerateError: a line cannot be written.
-    """
+    """Append a line for each checkpoint and each object in `wanted` to the file `out`: `step`, the
+    object's fields, and those that `make` returns for it, unless the file has that line. Yields
+    (step, number of new lines): 0 lines if a checkpoint is damaged."""
     known = written(out, list(wanted[0]))
     for path in steps:
         step = parse_step(path.name) or 0
@@ -97,9 +79,7 @@ def add_lines(
 def samples(
     sampling: Sampling, device: str, family: str | None = None
 ) -> Callable[[Place, Sequence[LineSubject]], Iterator[dict[str, str]]]:
-    """Return a function for the argument `make` of `add_lines`, which continues the prompts in
-    `wanted`. It adds the generated `text`, the Unix `time` at which the text was complete, and the
-    name of the `checkpoint`."""
+    """Return `make` of `add_lines` for prompts: it adds `text`, Unix `time` and `checkpoint`."""
 
     def make(path: Place, wanted: Sequence[LineSubject]) -> Iterator[dict[str, Any]]:
         prompts = [item["prompt"] for item in wanted]
@@ -112,9 +92,7 @@ def samples(
 
 
 def follow(run: Path) -> Iterator[list[Path]]:
-    """Yield the checkpoints of a run as they are committed, oldest first, until the run ends with
-    exit code 0. Raises GenerateError if the directory does not exist, and the errors of
-    `checkpoints_of`."""
+    """Yield the checkpoints of a run as they are committed, oldest first, until the run is done."""
     if not run.is_dir():
         raise GenerateError(f"{run}: this run does not exist yet; start it first")
     seen: set[str] = set()
@@ -133,8 +111,6 @@ def follow(run: Path) -> Iterator[list[Path]]:
 
 
 def checkpoints_of(run: Path) -> Path:
-    """Return the directory of a run's checkpoints, which need not exist yet. Raises GenerateError
-    if they are in an object store, and RecipeError if the run's recipe cannot be read."""
     recipe = run / "recipe.yaml"
     given = load_recipe(recipe, kept=True).checkpoint.directory if recipe.is_file() else None
     if given is None:
@@ -150,11 +126,8 @@ def checkpoints_of(run: Path) -> Path:
 
 
 def has_ended(run: Path) -> bool:
-    """Whether the last line of the ledger records that the run is done."""
     try:
-        with os.fdopen(open_to_read(run / LEDGER, follow=True), "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            last = read_line(file.read().splitlines()[-1])
+        last = read_line(last_lines((run / LEDGER).resolve())[-1])
     except (OSError, ValueError, IndexError):
         return False
     return last.get("kind") == "end" and last.get("code") == EXIT_DONE

@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from checkpointing import load_model
+from checkpointing.errors import CheckpointError, StorageError, WrongModel
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
 from checkpointing.format.untrusted import printable
 from checkpointing.storage.source import open_source
@@ -23,9 +24,9 @@ from trainer.models.hf import NotOursError
 from trainer.models.model_files import CONFIG, GENERATION_CONFIG, stop_ids
 from trainer.models.stacks import apart
 from trainer.models.ties import tie_again, ties_of
-from trainer.models.transformers_model import TextModel, TransformersModel, build_theirs
+from trainer.models.transformers_model import TextModel, build_theirs
+from trainer.run.identity import weights_digest
 from trainer.tasks.model_blocks import repeated_blocks
-from trainer.tools.adapters import base_of
 
 
 class GenerateError(ValueError):
@@ -186,8 +187,7 @@ def empty_model(directory: Path, family: Family | None = None) -> TextModel:
     except NotOursError as error:
         if family:
             raise
-        built = build_theirs(directory, error.reason)
-        return TransformersModel(built, repeated_blocks(built.module))
+        return build_theirs(directory, error.reason, repeated_blocks)
     with torch.device("meta"):
         return Decoder(architecture, family=family)
 
@@ -215,22 +215,44 @@ def load_weights(model: TextModel, directory: Path, device: torch.device) -> Non
     model.eval()
 
 
+def base_of(directory: Path, given: Path | None = None) -> Path:
+    """Return the checked directory of an adapter's base model: `given`, else the recorded one."""
+    with open_source(directory) as source, open_adapter(source) as adapter:
+        named = str(given or adapter.base_model)
+        wanted = adapter.trained_over.get("fingerprint")
+    base = Path(named)
+    if not named or not (base / "config.json").is_file():
+        raise StorageError(
+            f"{directory}: was trained over {printable(named) or 'a model it does not name'}, "
+            "which has no model; copy the model there, or give its directory (ckpt export --base)"
+        )
+    try:
+        actual = weights_digest(base)
+    except CheckpointError as error:
+        raise StorageError(f"the base model of {directory}: {error}") from error
+    if isinstance(wanted, str) and wanted != actual:
+        raise WrongModel(
+            f"{directory}: was trained over other weights than those in {base} (fingerprint "
+            f"{printable(wanted)} expected, {actual} found); give the directory of those weights"
+        )
+    return base
+
+
 @torch.no_grad()
 def _merge(model: TextModel, adapter: StoredAdapter) -> None:
     """Merge an adapter into the weights of a model, in place, in float32."""
     named = dict(model.named_parameters())
-    for name in (*adapter.tensors.pairs, *adapter.tensors.whole):
+    for name in (*adapter.pairs, *adapter.whole):
         weight, shape = named.get(name), adapter.shape_of(name)
         if weight is None or tuple(weight.shape) != shape:
             raise GenerateError(
                 f"the adapter is for a {printable(name)} of shape {list(shape)}, which its base "
                 "model does not have; use the model over which the adapter was trained"
             )
-        if name in adapter.tensors.whole:
-            weight.copy_(adapter.read(adapter.tensors.whole[name]))
+        if name in adapter.whole:
+            weight.copy_(adapter.read(adapter.whole[name]))
         else:
-            a, b = adapter.matrices(name)
-            a, b = a.to(weight.device), b.to(weight.device)
+            a, b = (matrix.to(weight.device) for matrix in adapter.matrices(name))
             weight.copy_(torch.addmm(adapter.under(weight), b, a))
 
 

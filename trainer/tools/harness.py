@@ -1,9 +1,6 @@
 """Evaluates checkpoints on tasks of lm-evaluation-harness. Needs the package lm-eval, an extra.
 
-[Note: harness] A task requests log-probabilities of texts after contexts, or continuations. The
-model is loaded as by `perdure generate`, so adapters are merged as they were trained, over nf4 too,
-and every family of Perdure can be evaluated. Texts are tokenized as in the harness's own class for
-transformers models, so that scores are comparable.
+Texts are tokenized as the harness does for transformers models, so that scores are comparable.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,34 +12,23 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch.nn.utils.rnn import pad_sequence
 
 from trainer.data.prepare.template import special_variables
 from trainer.tools.eval_lines import LineSubject
 from trainer.tools.generate import GenerateError, OpenedModel, Sampling, open_model
 
-ROWS = 8
-"""Texts per forward pass."""
-RESAMPLED = 1000
-"""Number of bootstrap draws for the standard error of a metric without a formula for it."""
-USUAL_NEW_TOKENS = 256
-"""Largest number of tokens of a continuation, if the task sets no limit."""
+ROWS = 8  # texts per forward pass
+RESAMPLED = 1000  # draws for the standard error of a metric without a formula for it
+USUAL_NEW_TOKENS = 256  # most tokens of a continuation, if the task sets no limit
 
 
 def find_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:
-    """Return a task manager that has the named tasks.
-
-    Args:
-        names: tasks, or groups of tasks.
-        include_path: directory of additional tasks; if it has all of `names`, the harness's own
-            tasks are not indexed.
-
-    Raises:
-        GenerateError: a name is unknown.
-    """
-    given = {"include_path": str(include_path)} if include_path else {}
-    manager = TaskManager(**given, include_defaults=False) if include_path else TaskManager()
-    if include_path and set(names) - set(manager.all_tasks):
-        manager = TaskManager(**given)
+    given = str(include_path) if include_path else None
+    # If the directory has all tasks, those of the harness need not be indexed, which takes seconds.
+    manager = TaskManager(include_path=given, include_defaults=not given)
+    if given and set(names) - set(manager.all_tasks):
+        manager = TaskManager(include_path=given)
     if unknown := sorted(set(names) - set(manager.all_tasks)):
         raise GenerateError(
             f"--tasks: lm-eval knows no {', '.join(unknown)}; `lm-eval ls tasks` lists those that "
@@ -54,45 +40,40 @@ def find_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:
 def results(
     manager: TaskManager, device: str, family: str | None = None
 ) -> Callable[[Path, Sequence[LineSubject]], Iterator[dict[str, Any]]]:
-    """Return the argument `make` of `add_lines` for tasks. It adds `results`: task → metric →
-    value, under the harness's names."""
+    """Return `make` of `add_lines` for tasks. It adds `results`: task → metric → value."""
 
     def make(path: Path, wanted: Sequence[LineSubject]) -> Iterator[dict[str, Any]]:
         model = _HarnessModel(open_model(path, device=device, family=family))
         for item in wanted:
             try:
-                scores = simple_evaluate(
-                    model=model,
+                found = simple_evaluate(
+                    model,
                     tasks=[item["task"]],
                     task_manager=manager,
                     limit=item["limit"],
                     log_samples=False,
                     bootstrap_iters=RESAMPLED,
-                )["results"]
-            except (OSError, ValueError, ConnectionError) as error:
+                )
+            except (OSError, ValueError) as error:
                 raise GenerateError(f"--tasks {item['task']}: {error}") from error
-            yield {"results": {name: _numbers(values) for name, values in scores.items()}}
+            scores = found["results"].items()
+            yield {"results": {name: _numbers(values) for name, values in scores}}
 
     return make
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    numbers = {k: v for k, v in values.items() if isinstance(v, int | float)}
+    return {k: float(v) for k, v in numbers.items() if not isinstance(v, bool)}
 
 
 class _HarnessModel(LM):
-    """An opened model with the harness's interface."""
-
     def __init__(self, opened: OpenedModel) -> None:
         super().__init__()
         self._opened = opened
         begin = special_variables(opened.directory).get("bos_token")
         begin_id = opened.tokenizer.token_to_id(begin) if begin else None
-        known = [*([begin_id] if begin_id is not None else []), *opened.eos_ids]
+        known = [token for token in (begin_id, *opened.eos_ids) if token is not None]
         if not known:
             raise GenerateError(
                 f"{opened.directory}: has no token to begin a text with; set bos_token in "
@@ -101,12 +82,9 @@ class _HarnessModel(LM):
         self._prefix = known[0]
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Return (log-probability of the continuation after its context, whether its tokens are the
-        likeliest) of each request."""
         return self._log_probs([self._pair(*request.args) for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-        """Log-probability of each whole text, with as much context as the model takes."""
         sums = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
@@ -117,15 +95,13 @@ class _HarnessModel(LM):
         return sums
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        """Continue each context up to the first of its request's stop texts."""
         return [self._continued(*request.args) for request in requests]
 
     def _encode(self, text: str) -> list[int]:
         return self._opened.tokenizer.encode(text, add_special_tokens=False).ids
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokenize both texts. Spaces between them go to the continuation, because tokens begin
-        with spaces."""
+        # Spaces between the texts go to the continuation, because tokens begin with spaces.
         if not context:
             return [self._prefix], self._encode(continuation)
         bare = context.rstrip()
@@ -134,11 +110,9 @@ class _HarnessModel(LM):
 
     @torch.inference_mode()
     def _log_probs(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Return (log-probability of the second tokens after the first, whether they are the
-        likeliest) of each pair. A text longer than the context loses its beginning."""
+        """(log-probability of the second tokens, whether they are the likeliest) of each pair."""
         model, limit = self._opened.model, self._opened.limit
         device = next(model.parameters()).device
-        # one token more than the limit: the last token is only predicted
         rows = [(before + after)[-limit - 1 :] for before, after in pairs]
         results = [(0.0, True)] * len(rows)
         # rows of similar length share a batch, which needs less padding
@@ -146,9 +120,7 @@ class _HarnessModel(LM):
         for first in range(0, len(order), ROWS):
             batch = order[first : first + ROWS]
             # padding on the right, where causal attention never sees it from a scored token
-            ids = torch.zeros(len(batch), max(len(rows[n]) for n in batch) - 1, dtype=torch.int64)
-            for row, number in zip(ids, batch, strict=True):
-                row[: len(rows[number]) - 1] = torch.tensor(rows[number][:-1])
+            ids = pad_sequence([torch.tensor(rows[n][:-1]) for n in batch], batch_first=True)
             hidden = model.hidden(ids.to(device))
             for states, number in zip(hidden, batch, strict=True):
                 row = rows[number]
@@ -176,4 +148,5 @@ class _HarnessModel(LM):
             text = self._opened.tokenizer.decode(new)
             if any(stop in text for stop in stops):
                 break
-        return text[: min((text.find(stop) for stop in stops if stop in text), default=None)]
+        ends = [text.find(stop) for stop in stops if stop in text]
+        return text[: min(ends, default=None)]

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from checkpointing.format.nf4 import (
-    _TABLES,
+    _PAIRS,
     BLOCK,
     LEVELS,
     PIECE,
@@ -98,7 +98,7 @@ def test_codes_and_values_are_those_of_bitsandbytes(dtype):
 
 def test_what_a_plan_computed_on_fake_tensors_is_not_kept():
     weight = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
-    _TABLES.clear()
+    _PAIRS.clear()
     with FakeTensorMode() as fake:
         dequantise(quantise(fake.from_tensor(weight)), torch.float32)
     assert (dequantise(quantise(weight), torch.float32) - weight).abs().max() < 0.4

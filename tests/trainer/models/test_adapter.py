@@ -11,13 +11,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from checkpointing.errors import StorageError
-from checkpointing.format.nf4 import dequantise, quantise
+from checkpointing.format.nf4 import dequantise, quantise, weights_in
 from checkpointing.format.peft import read_config
 from trainer.models import Decoder
 from trainer.models.adapter import LoraLinear, add_adapters, draw
 from trainer.models.families.qwen3_moe import FAMILY as MOE
 from trainer.models.family import family_of
-from trainer.models.nf4_linear import weights_in
 from trainer.parallel.tensor import kinds_of
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.architecture import Architecture
@@ -164,7 +163,7 @@ def test_an_adapter_of_another_kind_is_refused() -> None:
         with pytest.raises(StorageError, match=f"{next(iter(change))}=.* is not supported, only"):
             read_config(json.dumps({**config, **change}).encode(), "adapter_config.json")
     plain = {**config, "use_dora": False, "rank_pattern": {}, "peft_type": "LORA"}
-    assert read_config(json.dumps(plain).encode(), "adapter_config.json").scale == 2
+    assert read_config(json.dumps(plain).encode(), "adapter_config.json")[1] == 2
 
 
 def test_in_nf4_a_weight_is_bytes_and_its_product_that_of_the_weight_that_they_are() -> None:

@@ -20,10 +20,10 @@ from tests.their_models import CONFIGS, QUICK, VOCABULARY, publish, separate, se
 from trainer.models import ConfigError, Decoder
 from trainer.models import transformers_model as ours
 from trainer.models.adapter import add_adapters
-from trainer.models.preference import PreferenceLoss
+from trainer.models.loss import preference_loss
 from trainer.models.transformers_model import TransformersModel, document_runs
 from trainer.recipe import RecipeError, load_recipe
-from trainer.recipe.sections import Adapter
+from trainer.recipe.sections import Adapter, Objective
 from trainer.tasks.model_blocks import repeated_blocks
 from trainer.tasks.text_model import build_text_model
 from trainer.tools.generate import empty_model, load_weights
@@ -58,8 +58,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 def opened(folder: Path) -> TransformersModel:
     model = empty_model(folder)
     if isinstance(model, Decoder):  # a family of Perdure's computes it, too
-        built = ours.build_theirs(folder, "model.implementation=transformers")
-        model = TransformersModel(built, repeated_blocks(built.module))
+        model = ours.build_theirs(folder, "model.implementation=transformers", repeated_blocks)
     assert all(parameter.is_meta for parameter in model.parameters())
     load_weights(model, folder, torch.device("cpu"))
     return model
@@ -296,8 +295,7 @@ def test_preferences_between_answers(tmp_path: Path, name: str) -> None:
     model, (ids, labels, _) = opened(tmp_path).train(), batch()
     documents = (torch.arange(40) >= 17).long().expand(3, 40)  # two answers a row
     answers = documents + 2 * torch.arange(3)[:, None]
-    weight = 1.0 if name == "orpo" else 0.0
-    model.preference = PreferenceLoss(name, 0.1, 0.0, weight, referenced=name == "dpo")
+    model.preference = Objective(name=name)
     counts = torch.zeros(6, dtype=torch.int64).index_add(
         0, answers.flatten(), (labels.flatten() != -100).long()
     )
@@ -313,7 +311,7 @@ def test_preferences_between_answers(tmp_path: Path, name: str) -> None:
         before = before.detach() + torch.linspace(-1, 1, 6)
     found = model(ids, labels, **given, reference=before)
     assert isinstance(found, dict)
-    means = model.preference(sums, torch.arange(len(sums)), counts, before)
+    means = preference_loss(model.preference, sums, torch.arange(len(sums)), counts, before)
     assert isinstance(means, dict)
     right = means["loss"]
     assert found["loss"].item() == pytest.approx(right.item(), rel=1e-5)
