@@ -48,7 +48,7 @@ test: $(DEV)     ## lint, types and import contracts, beside the tests
 	$(MAKE) --no-print-directory --jobs=2 lint pytest
 
 pytest: $(DEV)
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 setup: $(DEV)    ## make .venv with everything that the other targets need
 
