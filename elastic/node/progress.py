@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 from typing import Self
 
@@ -228,10 +227,11 @@ class Pulse:
 def watch_signals(pulse: Pulse) -> None:
     """After SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, the ranks agree on a last step, save and leave. A
     second Ctrl-C ends this process at once. A SIGHUP that is ignored stays ignored. Called in the
-    main thread, before other threads start.
+    main thread.
 
     A Python signal handler does not run while the main thread is in a collective. So the signals
-    are blocked, and a thread waits for them. They stay blocked in data workers, which must outlive
+    are blocked, and a thread waits for them. A signal that an older thread receives is passed on
+    once the main thread runs Python. The signals stay blocked in data workers, which must outlive
     a SIGTERM to their process group until the last step has its data.
 
     The agent of a node handles Ctrl-C itself, and ends ranks that have nothing to save. Under
@@ -245,17 +245,22 @@ def watch_signals(pulse: Pulse) -> None:
     if not notices:
         return
 
-    def block(number: int | None = None, _: FrameType | None = None) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, notices)
-        if number:
-            os.kill(os.getpid(), number)
+    take = threading.Thread(
+        target=_wait, args=(pulse, notices, restarts), name="perdure-notice", daemon=True
+    )
 
-    block()
+    def pass_on(number: int, _: FrameType | None) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, notices)
+        # Not os.kill, since a thread that has not blocked the signals would receive it again, and
+        # this handler would call itself. In a forked child the thread is not alive.
+        if take.is_alive() and take.ident:
+            signal.pthread_kill(take.ident, number)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, notices)
+    take.start()
     for number in notices:
-        # A library may unblock the signals (multiprocessing does): block and send them again.
-        signal.signal(number, block)
-    take = partial(_wait, pulse, notices, restarts)
-    threading.Thread(target=take, name="perdure-notice", daemon=True).start()
+        # A library may unblock the signals (multiprocessing does), or have older threads.
+        signal.signal(number, pass_on)
 
 
 def pause_code(pulse: Pulse) -> int:
@@ -270,7 +275,7 @@ def _wait(pulse: Pulse, notices: Set[signal.Signals], restarts: bool) -> None:
     logger.warning("%s: saving after this step, then leaving", signal.Signals(number).name)
     pulse.notice(number)
     if restarts:  # the agent reads the notice, and decides when this process ends
-        return
+        threading.Event().wait()  # for ever, as later signals are passed on to this thread
     interrupted = number == signal.SIGINT
     while not pulse.safe:
         again = signal.sigtimedwait({signal.SIGINT} & notices, 0.1)

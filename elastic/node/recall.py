@@ -29,6 +29,7 @@ process.
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -37,6 +38,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from elastic.exits import SIGNALS
 from elastic.node.zygote import MAX_MESSAGE, RECALL, RankProgram
 from elastic.process import plain_text, tolerate_lost_output
 
@@ -173,6 +175,7 @@ class RecallSocket:
         return True
 
     def _listen(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # another thread waits for them
         agent = self._agent
         while agent is not None:
             try:

@@ -1,7 +1,12 @@
 """What a loop of the user's own asks of its job."""
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+import traceback
 
 import pytest
 import torch
@@ -10,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elastic
-from elastic import EXIT_REQUEUE, Job, Pulse, World
+from elastic import EXIT_REQUEUE, Job, Pulse, World, watch_signals
 from elastic.job import JobPaused
 from elastic.node.progress import ProgressPage
 from tests.checkpointing.worlds import run_ranks
@@ -121,3 +126,27 @@ def test_a_process_that_only_stands_in_imports_no_torch():
         check=True,
     )
     assert said.stdout == "False\n"
+
+
+def test_a_notice_that_an_older_thread_receives():
+    """A thread of a library that was there before `watch_signals` has not blocked the signals."""
+    page = ProgressPage.make()
+
+    def work():
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        pulse = Pulse(page, 0)
+        watch_signals(pulse)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            while not pulse.noticed:
+                time.sleep(0.01)
+        pulse.safe = True
+        time.sleep(60)
+
+    if not (pid := os.fork()):
+        try:
+            work()
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == EXIT_REQUEUE
