@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -108,14 +109,21 @@ def server(request):
             patch.setenv(name, value)
         fsspec.config.set_conf_env(fsspec.config.conf)
         object_storage._store.cache_clear()
+        # adlfs takes a container for an existing one if no server answers, and does not create it
+        assert until(lambda: tried(lambda: listens(port)), 120), "the server does not start"
         make = lambda: FsspecStore(kind)._files.mkdir("bucket") or True  # noqa: E731
-        assert until(lambda: tried(make), 30), "the server does not start"
+        assert until(lambda: tried(make), 30), "the server creates no bucket"
         yield proxy, f"{kind}://bucket"
         object_storage._store.cache_clear()
         fsspec.config.conf.pop("gs", None)
     proxy.shutdown()
     serving.kill()
     serving.wait()
+
+
+def listens(port):
+    socket.create_connection(("127.0.0.1", port)).close()
+    return True
 
 
 def tried(work):
@@ -187,6 +195,9 @@ def test_terms(store, directory, monkeypatch):
         assert holder.token == one.token
     store.fault = lambda method, path: None
     newest = max(claimed, key=lambda one: one.number)
+    # A request whose answer was lost is repeated only after a pause longer than a claim watches.
+    seen = terms._beat(directory, newest.number)
+    assert until(lambda: terms._beat(directory, newest.number) != seen, 20)
     with pytest.raises(OccupiedError, match="trains there; end it first"):
         claim(directory, "b", "")
     newest.release()
