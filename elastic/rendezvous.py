@@ -246,8 +246,9 @@ class PerdureRendezvous(RendezvousHandler):
                 return info
 
     def _read_facts(self) -> Secret:
-        """Apply the program's description of the job ([Note: facts] in program.py); returns the
-        job's secret."""
+        """Get the description of the job from its program ([Note: facts] in program.py), and take
+        this node's limits and identity from it. Returns the job's secret. Raises the refusal if
+        this node cannot train."""
         # Folders are checked first: the process that runs the description may block on them.
         deadline = time.monotonic() + self._timeout
         self._refuse(check_folders(self._node.folders(self._timeout)))

@@ -190,7 +190,8 @@ def refuse_differences(
     what: str = "model",
 ) -> None:
     """Raises WrongModel, which names the first differences of each kind, unless a checkpoint has
-    exactly the tensors `wanted`. `what` owns these tensors in messages: "model" or "optimizer"."""
+    the names and shapes of `wanted`, and dtypes that convert to its dtypes. `what`: the owner of
+    the tensors in messages, "model" or "optimizer"."""
     problems = [
         *_list(f"the {what} has no", [name for name in stored if name not in wanted]),
         *_list("the checkpoint has no", [name for name in wanted if name not in stored]),

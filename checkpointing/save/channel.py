@@ -127,7 +127,10 @@ def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_
         channel = Channel(connection, caller_key, listener_key)
         # The listener proves itself first, so that a stranger gets no message of this process.
         if channel.recv_bytes(len(PROOF)) != PROOF:
-            raise StrangerError("it does not speak as a process of this run")
+            raise StrangerError(
+                f"the listener at {address} knows the secret of this run, but begins with another "
+                "message than expected; run one version of perdure on all nodes"
+            )
         channel.limit(0)
         return channel
     except BaseException:

@@ -137,8 +137,8 @@ class Storage(Protocol[P]):
     # --- steps -----------------------------------------------------------------------------------
 
     def steps(self, directory: P) -> list[P]:
-        """Returns the entries of a directory among which the committed steps are. A filesystem
-        returns all entries, an object store only those with a commit record. Steps may be
+        """Returns paths of entries of a directory, including all committed steps: on a filesystem
+        all entries, in an object store only the steps with a commit record. A step may be
         damaged."""
 
     def is_foreign(self, step: P) -> bool:

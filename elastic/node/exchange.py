@@ -28,7 +28,7 @@ class AsyncSum:
     no GPU waits."""
 
     def __init__(self, value: float, group: dist.ProcessGroup | None = None) -> None:
-        # float64, in which sums of PAUSE_TO_LEAVE are exact
+        # float64, in which sums of PAUSE (1) and PAUSE_TO_LEAVE (2**20) of all ranks are exact
         self._sum = torch.tensor(float(value), dtype=torch.float64)
         self._work: dist.Work | None = dist.all_reduce(self._sum, group=group, async_op=True)
 

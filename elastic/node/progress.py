@@ -169,7 +169,8 @@ class Pulse:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Report `phase` inside the block, and the previous phase after it."""
+        """Report `phase` inside the block, and the previous phase after it, unless the block raises
+        an exception."""
         (step,) = struct.unpack_from("Q", self._map, self._start + _STEP)
         (before,) = struct.unpack_from("I", self._map, self._start + _PHASE)
         self.report(step, phase)

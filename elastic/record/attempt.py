@@ -23,9 +23,10 @@ class RollbackLine(NamedTuple):
 
 @dataclass
 class Attempt:
-    """An attempt: one start of training processes, with the lines that it wrote to the ledger. Unix
-    times never go back within a run: intervals between attempts on one machine that was not
-    restarted are measured by its monotonic clock, others by the wall clock."""
+    """An attempt: one start of training processes, with the lines that it wrote to the ledger. Its
+    Unix times are never before those of earlier attempts: intervals between attempts on one machine
+    that was not restarted are measured by its monotonic clock, others by the wall clock, where an
+    earlier time is raised."""
 
     number: int
     """Number of the attempt in the ledger, from 1."""

@@ -94,8 +94,8 @@ class StepLines(Sequence[StepLine]):
         return [self[index] for index in self._skipped]
 
     def lack(self, name: str) -> bool:
-        """Whether some line lacks the optional field `name`: loss, norm or consumed. True for any
-        other name."""
+        """Whether some line lacks the field `name`: loss, norm or consumed. True for a name that no
+        line has."""
         if name == "consumed":
             return None in self._consumed
         return name not in _REAL or bool((self.column(name) == _ABSENT).any())

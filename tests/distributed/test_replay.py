@@ -34,7 +34,7 @@ from trainer.recipe import RecipeError, load_recipe
 from trainer.run.provenance import digest_of, recipe_file
 from trainer.tasks.task import build_task
 from trainer.tools.replay.lineage import StepSpan
-from trainer.tools.replay.request import OUTCOME, REQUEST, Request
+from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayRequest
 
 SAVED = ("checkpoint.when_busy=wait", "checkpoint.keep=0")
 EXACT = ("run.determinism=exact", "schedule={name: constant}", *SAVED)
@@ -323,7 +323,7 @@ def by_ranks(workspace, tmp_path, monkeypatch):
     def by_ranks(run, ranks, span, examined):
         scratch = tmp_path / f"{random.random()}"
         scratch.mkdir()
-        request = Request(
+        request = ReplayRequest(
             str(workspace / run),
             str(scratch),
             "cpu",

@@ -1,1 +1,2 @@
-"""The command line of `perdure`: one module per command, which parses arguments and calls tools."""
+"""The command line of `perdure`: a module for each command, or for a few related ones, which parses
+arguments and calls tools."""

@@ -33,7 +33,7 @@ def add_init_command(commands: Commands) -> None:
 def _init(arguments: argparse.Namespace) -> int:
     from trainer.tools.init.draft import draft, this_machine, with_architecture
 
-    # as the documentation names prepared data
+    # The documentation prepares data in data/NAME.
     there = sorted(str(path.parent) for path in Path("data").glob("*/index.json"))
     question = f"Prepared data{f', such as {there[0]}' if there else ' (by perdure data prepare)'}"
     names = ", ".join(with_architecture())

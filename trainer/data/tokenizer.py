@@ -118,7 +118,9 @@ def find_eos(
         try:
             named = read_object(read_bytes(config, follow=True)).get("eos_token")
         except (OSError, ValueError) as error:
-            raise DataError(f"{config}: not a JSON object: {error}; copy the file again") from error
+            raise DataError(
+                f"{config}: cannot be read as a JSON object: {error}; copy the file again"
+            ) from error
         named = named.get("content") if isinstance(named, dict) else named
         if isinstance(named, str):
             names.insert(0 if chats else len(names), named)

@@ -1,4 +1,5 @@
-"""Reads interactions and knowledge-graph triples, and joins them in one graph. Uses numpy only."""
+"""Reads interactions and knowledge-graph triples, and joins them in one graph. Does not import
+torch."""
 
 import hashlib
 from collections.abc import Sequence

@@ -175,9 +175,9 @@ class KGAT(nn.Module):
 
     @torch.no_grad()
     def _draw(self, seed: int, sides: int) -> None:
-        """Set initial values as functions of the seed and each tensor's name: Xavier uniform
-        matrices, zero biases, and equal attention on all edges of a head. `sides`: rows plus
-        columns of the projection matrix of a relation."""
+        """Set initial values: Xavier uniform matrices, drawn from the seed and the tensor's name;
+        zero biases; equal attention on all edges with one head entity. `sides`: rows plus columns
+        of one relation's projection matrix."""
         for name, tensor in self.state_dict().items():
             if name == "attention":
                 tensor.copy_(1 / self._graph.starts.diff().float()[self._graph.heads])

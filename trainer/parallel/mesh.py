@@ -234,7 +234,8 @@ def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
     # These features need FSDP. For instance, it sums partial gradients of tp.
     if exact.used(recipe) or rounded or ranks_of(strategy, "layers") > 1 or offload.used(strategy):
         return True
-    # In a pipeline FSDP also casts the activations that stages send.
+    # Stages of a pipeline get their dtype from FSDP: it gathers weights in precision.dtype, so the
+    # activations that stages send have it, too. It also reduces gradients of a stage's replicas.
     if pp > 1 and (not alone or recipe.precision.dtype != "fp32"):
         return True
     # With a single rank FSDP would only cost time, for copies and hooks.

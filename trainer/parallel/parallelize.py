@@ -240,7 +240,8 @@ def _apply(
         )  # fmt: skip
         compiled = compiled if how == "pieces" else blocks
     if strategy.compile:
-        # dynamo's DDP optimizer would cut a block at borders of buckets, and fails below 2 MiB.
+        # dynamo's DDPOptimizer would break the graph inside a block, at borders of DDP's buckets.
+        # It also refuses buckets below 1 MiB: models with less than 2 MiB of trained parameters.
         torch._dynamo.config.optimize_ddp = False
         for module in model.modules():
             # Tensor or expert parallelism has added collectives here, which would break the graph.

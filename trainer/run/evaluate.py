@@ -55,7 +55,8 @@ class Validator:
         return PAUSE_TO_LEAVE
 
     def _judge(self, values: Mapping[str, float]) -> None:
-        """Log the results of a validation pass, and compare its loss for `run.stop_after`."""
+        """Log the results of a validation pass. Update the best loss, and the number of passes
+        since, which `run.stop_after` and `checkpoint.keep_best` use."""
         self._run.progress.judge(values.get("validation_loss"))
         self._run.log.validation(self._run.progress.step, values)
 

@@ -331,7 +331,8 @@ def changes(old: Mapping[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]
     }
     if recipe.batch.micro_batch == "auto":  # the old recipe has the number that the run chose
         changed.pop("batch.micro_batch", None)
-    weights = "model.init_from"  # another path to the same weights changes nothing
+    # decides() leaves init_from out, as the same weights may have another path. Its removal counts.
+    weights = "model.init_from"
     if before.get(weights) and not now.get(weights):
         changed[weights] = before[weights], None
     return changed

@@ -215,7 +215,7 @@ class Shipper:
     def _store_files(self) -> None:
         for path in (*self._directory.iterdir(), *(self._directory / RECIPES).glob("*.yaml")):
             name = str(path.relative_to(self._directory))
-            # samples come from another process, which stores them itself
+            # samples.jsonl (continued prompts) is stored by its writer, tools/run_samples.py
             if name == SAMPLES or not FILES.fullmatch(name):
                 continue
             try:

@@ -96,7 +96,10 @@ def beside(named: str, file: str, key: str) -> Path:
     for path in (Path(named), Path(file).parent / named):
         if path.is_file():
             return path
-    raise RecipeError(f"{file}: {key}: no file {named}, neither here nor beside it; copy it there")
+    raise RecipeError(
+        f"{file}: {key}: there is no file {named}, neither in the working directory nor in the "
+        f"folder of {file}; copy {Path(named).name} to one of them"
+    )
 
 
 class ForeignConfig:

@@ -82,11 +82,12 @@ class LaunchedRun:
 
 def render(kind: str, job: LaunchedRun, **options: Any) -> str:
     """Return the text of the file that launches a run. `kind`: a key of TEMPLATES. `options`:
-    further values for the template. Raises RecipeError if a path has control characters."""
+    further values for the template. Raises RecipeError if the command line or the recipe's path
+    has characters that cannot be printed."""
     if not (job.written_by + job.path).isprintable():
         raise RecipeError(
-            "launch: the command line has line ends or control characters, which the file cannot "
-            "show; put such values into the recipe"
+            "launch: the command line or the recipe's path has a line end or another character "
+            "that cannot be printed; rename the recipe, or put such values into it"
         )
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),

@@ -1,6 +1,6 @@
 """Recomputes steps of a run on one rank of a replay, and compares them with the ledger. Rank 0
-prints. `python -m trainer.tools.replay.recompute` runs a rank. Its `Request` is in the environment,
-as other users can read the secret in a command line."""
+prints. `python -m trainer.tools.replay.recompute` runs a rank. Its `ReplayRequest` is in the
+environment, as other users can read the secret in a command line."""
 
 import json
 import math
@@ -44,7 +44,7 @@ from trainer.tools.replay.compared import (
 )
 from trainer.tools.replay.lineage import Lineage, StepSpan, beginning, newest_lineage
 from trainer.tools.replay.rebuild import Sources, go_back, keep_state, rebuilt
-from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, Request
+from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, ReplayRequest
 from trainer.tools.replay.why import why
 from trainer.tools.run_inputs import AwayError
 
@@ -56,7 +56,7 @@ SHOWN = 5
 class SpanReplay:
     """The recomputation of one span of steps: progress, kept states and problems."""
 
-    request: Request
+    request: ReplayRequest
     sources: Sources
     lineage: Lineage
     world: World
@@ -95,7 +95,7 @@ class SpanReplay:
             print(text, flush=True)
 
 
-def recompute(request: Request, outcome: ReplayOutcome) -> None:
+def recompute(request: ReplayRequest, outcome: ReplayOutcome) -> None:
     """Join the ranks, recompute the spans of a request, and record the result in `outcome`.
     Collective.
 
@@ -439,7 +439,7 @@ def _sentence(replay: SpanReplay, recorded: bool, clauses: Sequence[str]) -> str
 # --- a rank ----------------------------------------------------------------------------------
 
 
-def replay_alone(request: Request) -> ReplayOutcome:
+def replay_alone(request: ReplayRequest) -> ReplayOutcome:
     """Do `recompute` in this process as the only rank."""
     outcome = ReplayOutcome()
     try:
@@ -452,7 +452,11 @@ def replay_alone(request: Request) -> ReplayOutcome:
 def main() -> NoReturn:
     die_with_parent()
     tolerate_lost_output()  # the reader of the output may end, as in `perdure replay … | head`
-    request, outcome, code = Request.from_json(os.environ[REQUEST]), ReplayOutcome(), EXIT_DONE
+    request, outcome, code = (
+        ReplayRequest.from_json(os.environ[REQUEST]),
+        ReplayOutcome(),
+        EXIT_DONE,
+    )
     try:
         recompute(request, outcome)
     except known_errors() as error:

@@ -26,7 +26,7 @@ from trainer.tools.replay.lineage import (
     newest_lineage,
     stored_states,
 )
-from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, Request
+from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, ReplayRequest
 from trainer.tools.report.report import clock
 from trainer.tools.scratch import scratch_folder
 from trainer.tools.torchrun import run_ranks
@@ -168,11 +168,11 @@ class _Plan:
         examined: int = 0,
         why: bool = False,
     ) -> ReplayOutcome:
-        """Print the expected cost, and recompute; for the arguments see `Request`. Raises
+        """Print the expected cost, and recompute; for the arguments see `ReplayRequest`. Raises
         RecipeError, DataError or CheckpointError if recomputation is impossible."""
         print(self._cost(spans), flush=True)
         with scratch_folder() as scratch:
-            request = Request(
+            request = ReplayRequest(
                 run=str(self.run.absolute()),
                 scratch=str(scratch),
                 device=self.recipe.run.device,
@@ -189,7 +189,7 @@ class _Plan:
                 return replay_alone(request)
             return self._by_ranks(replace(request, secret=secrets.token_hex(32)))
 
-    def _by_ranks(self, request: Request) -> ReplayOutcome:
+    def _by_ranks(self, request: ReplayRequest) -> ReplayOutcome:
         """Start ranks on this machine, and read the outcome that they write."""
         scratch, threads = Path(request.scratch), self.start.threads
         environment = {REQUEST: request.to_json()}

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, field
 from trainer.tools.replay.lineage import StepSpan
 
 REQUEST = "PERDURE_REPLAY"
-"""Environment variable with a rank's `Request`."""
+"""Environment variable with a rank's `ReplayRequest`."""
 OUTCOME = "outcome.json"
 """Name of the `ReplayOutcome` file that the ranks leave in the scratch folder."""
 
 
 @dataclass(frozen=True)
-class Request:
+class ReplayRequest:
     """The work of the ranks of a replay. Paths are absolute."""
 
     run: str
@@ -36,7 +36,7 @@ class Request:
     """Hexadecimal secret with which the ranks authenticate each other; "" for a single rank."""
 
     @classmethod
-    def from_json(cls, text: str) -> "Request":
+    def from_json(cls, text: str) -> "ReplayRequest":
         values = json.loads(text)
         return cls(**{**values, "spans": [StepSpan(*one) for one in values["spans"]]})
 
