@@ -4,11 +4,9 @@ shares and beside the ideal.
 A small model on 2 ranks, 16 sequences a step, under DDP (in exact mode), ZeRO-1 and ZeRO-3. The
 slow rank takes three times as long for a sequence as the fast one, in one of two ways:
 
-- held: control groups give the fast rank a third of a core, and the slow one a ninth (cgroup v1 and
+- held: control groups give the fast rank a core, and the slow one a third of a core (cgroup v1 and
   root; left out elsewhere);
 - asleep: both ranks sleep in each layer, the slow one three times as long.
-
-So most of the machine's CPU time is left to others, whose work then shows less.
 
 The ideal divides the work at will: 1 / (1/a + 1/b), where a and b are the seconds in which each
 rank computes the whole batch alone. Steps before the shares change are left out. A case counts with
@@ -20,6 +18,7 @@ import os
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
@@ -32,7 +31,7 @@ from benchmarks.support import arguments, environment, json_lines, report, sprea
 from benchmarks.support.control_groups import NoLimitError, cpu_limit
 from benchmarks.support.slow_rank import GLOBAL_BATCH, STRATEGIES, write_recipe
 
-HELD = 1 / 3, 1 / 9
+HELD = 1.0, 1 / 3
 """Cores of the fast and of the slow rank."""
 ASLEEP = 0.005, 0.015
 """Seconds that a layer of them sleeps in forward for a sequence."""
@@ -48,14 +47,14 @@ CASES: dict[str, tuple[tuple[int, ...], str]] = {
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", rounds=3, steps=24, way="all", strategy="all")
+    options = arguments(__doc__ or "", rounds=3, steps=24, way="all", strategy="all", tokens=2048)
     ways = ("held", "asleep") if options.way == "all" else (options.way,)
     strategies = [*STRATEGIES] if options.strategy == "all" else [options.strategy]
     rows, figures = [], {}
     print(f"load of the last minute at the start: {os.getloadavg()[0]:.1f}", flush=True)
     for way, strategy in product(ways, strategies):
         try:
-            rounds = [_round(way, strategy, options.steps) for _ in range(options.rounds)]
+            rounds = [_round(way, strategy, options) for _ in range(options.rounds)]
         except NoLimitError as error:
             print(f"{way}: left out: {error}")
             continue
@@ -77,19 +76,19 @@ def main() -> None:
     report(title, rows, figures, options.json)
 
 
-def _round(way: str, strategy: str, steps: int) -> dict[str, float]:
+def _round(way: str, strategy: str, options: Namespace) -> dict[str, float]:
     """Seconds of a step by case, the ideal among them."""
     found = {}
     for case, (ranks, balance) in CASES.items():
         alone = len(ranks) == 1
-        first = 2 if alone else WARM_UP
-        last = first + (steps // 3 if alone else steps)
+        first = WARM_UP if balance == "speed" else 2
+        last = first + (options.steps // 3 if alone else options.steps)
         seconds = [ASLEEP[kind] if way == "asleep" else 0.0 for kind in ranks]
         with TemporaryDirectory(prefix="perdure-bench-") as scratch, ExitStack() as stack:
             groups = [
                 str(stack.enter_context(cpu_limit(HELD[kind]))) for kind in ranks if way == "held"
             ]
-            write_recipe(Path(scratch), strategy, balance, last, seconds, groups)
+            write_recipe(Path(scratch), strategy, balance, last, seconds, groups, options.tokens)
             _run(Path(scratch), len(ranks))
             records = json_lines(Path(scratch, "run/metrics.jsonl"))
             events = json_lines(Path(scratch, "run/ledger.jsonl"))

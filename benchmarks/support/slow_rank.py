@@ -21,7 +21,7 @@ STRATEGIES: dict[str, dict[str, dict[str, Any]]] = {
     # Ranks have equally many passes, so passes must be able to differ in size.
     "zero3": {"strategy": {"sharding": "FULL_SHARD"}, "batch": {"micro_batch": 4}},
 }
-"""Sections of the recipe by strategy. Shares by speed work in exact mode with DDP only."""
+"""Sections of the recipe by strategy. Exact mode refuses shares by speed under ZeRO-3."""
 
 
 def write_recipe(
@@ -31,11 +31,12 @@ def write_recipe(
     steps: int,
     seconds: Sequence[float],
     groups: Sequence[str],
+    tokens: int,
 ) -> None:
     """Write recipe.yaml and its data. `strategy`: of STRATEGIES; `seconds`, `groups`: see
-    `schedule`."""
+    `schedule`; `tokens`: of a sequence."""
     draw = random.Random(0)
-    (folder / "text.txt").write_text("".join(draw.choices("abcdefgh ", k=60_000)))
+    (folder / "text.txt").write_text("".join(draw.choices("abcdefgh ", k=2_000_000)))
     prepare([str(folder / "text.txt")], folder / "data", tokenizer="bytes", validation_fraction=0.0)
     architecture = {
         "model_type": "qwen3", "vocab_size": 257, "hidden_size": 128, "intermediate_size": 384,
@@ -45,7 +46,7 @@ def write_recipe(
     recipe: dict[str, dict[str, Any]] = {
         "run": {"dir": "run", "steps": steps, "log_every": 1, "device": "cpu"},
         "model": {"architecture": architecture},
-        "data": {"sources": [{"path": "data"}], "seq_len": 64},
+        "data": {"sources": [{"path": "data"}], "seq_len": tokens},
         "batch": {"global_batch": GLOBAL_BATCH, "micro_batch": 1, "balance": balance},
         "optimizer": {"lr": 1e-3},
         "schedule": {
