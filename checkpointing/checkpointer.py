@@ -434,8 +434,8 @@ _open: WeakSet[Checkpointer] = WeakSet()
 
 
 def _united(key: str, of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the trees of an optimizer's state, by FQN, over ranks. Raises ValueError if ranks have
-    different trees for one parameter."""
+    """Merge `OptimizerState.trees` (FQN → tree as JSON) of all ranks. Raises ValueError if ranks
+    have different trees for one parameter."""
     found: dict[str, Any] = {}
     for rank, trees in enumerate(of_ranks):
         for name, tree in trees.items():

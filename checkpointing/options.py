@@ -107,6 +107,7 @@ def number_of_bytes(name: str, size: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(
-            f'{name} is {size!r}; write bytes, or a number and a unit such as "4 GB" or "512 MiB"'
+            f"{name} is {size!r}; write a number of bytes, or a number with a unit, such as "
+            '"4 GB" or "512 MiB"'
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])

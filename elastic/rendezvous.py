@@ -571,7 +571,8 @@ def _reachable(host: str, most_nodes: int) -> str:
     present = host in ("localhost", address)
     if most_nodes > 1 and ip_address(address).is_loopback and not present:
         raise RendezvousConnectionError(
-            f"--rdzv-endpoint: on this machine {host} is {address}, which other nodes cannot reach "
-            "(see /etc/hosts); give the address instead of the name, or --local-addr"
+            f"--rdzv-endpoint: on this machine {host} is {towards[0]}, which other nodes cannot "
+            "reach (see /etc/hosts); instead of the name give an address that they can reach, or "
+            "--local-addr"
         )
     return address

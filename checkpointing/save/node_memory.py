@@ -224,8 +224,9 @@ class NodeMemory:
         self._loop.later(work, copied)
 
     def confirm(self, step: int | None) -> None:
-        """Record in the manifests that `step` is committed, and invalidate older slots. If a user
-        deletes that checkpoint, memory must restore neither `step` nor an earlier one."""
+        """Record in the manifests that `step` is committed (None: none yet), and invalidate older
+        slots. By this record a restart notices that a user has deleted that checkpoint, and loads
+        neither it nor an earlier step from memory."""
         self._committed = step
         if self._folder is None or step is None:
             return

@@ -116,7 +116,6 @@ def beside_weights(directory: Place) -> tuple[dict[str, bytes], str]:
     Names are relative, such as `additional_chat_templates/tool.jinja`. Excluded are weights, hidden
     files, files that this package adds to a checkpoint, and folders with weights: other models.
     Links are followed inside the directory, and to the blobs of the Hub's cache. If the limits are
-    exceeded, the largest files are left out.
     exceeded, the largest files are left out. Raises DamagedCheckpoint or StorageError if a file
     cannot be read."""
     storage, homes = steps.storage_of(directory), _homes(directory)

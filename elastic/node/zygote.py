@@ -244,7 +244,7 @@ def _run_rank(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # os._exit, as exit functions belong to the zygote
+        os._exit(code)  # not sys.exit: the zygote's atexit handlers must not run here
 
 
 def _set_threads() -> None:

@@ -229,7 +229,8 @@ class _SourceState:
             raise ValueError(
                 f"source {source} has {size} samples, after {era.size} before; a source must grow"
             )
-        if self.base == era.begin:  # no turn of the last era is assigned yet
+        # no turn of the last era has a position yet ([Note: stages]): replace the era
+        if self.base == era.begin:
             rest = era.rest + (size - era.size if era.rest else 0)
             self.eras[-1:] = [_Era(era.begin, size, era.epoch, era.old, rest)]
             return

@@ -119,7 +119,8 @@ def attention_blocks(
         for j, key in enumerate(others)
         if len(query) and len(key) and key.start <= query.start
     ]
-    # Equal chunks come first, so that each query attends to a key, its own, from the beginning.
+    # Equal chunks come first: the first block of each query has the query's own key, so no sum of a
+    # softmax is ever empty.
     for i, j in sorted(seen, key=lambda pair: own[pair[0]] != others[pair[1]]):
         query, key = own[i], others[j]
         causal = query == key

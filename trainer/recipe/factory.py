@@ -171,7 +171,8 @@ def import_factory(key: str, name: str) -> Any:
 
 
 def _is_own(module: Any, name: str) -> bool:
-    """Return whether a module defines a name, rather than imports it."""
+    """Return whether a name of a module is neither a module, nor a class or function that is
+    imported from elsewhere."""
     value = getattr(module, name)
     imported = inspect.isclass(value) or inspect.isroutine(value)
     return not inspect.ismodule(value) and not (

@@ -200,8 +200,8 @@ class BucketRecordCopy:
         self._bring_files()
         ledger, records = by_file(self._parts.lines())
         if (changed := self._parts.changed) != self._changed:
-            # The clocks of machine and store may differ, so the first call, which needs an age,
-            # compares times of the store alone.
+            # Later calls date a change to when they see it. What the first call finds may be old:
+            # its age is by the store's clock alone, which may differ from this machine's.
             now = time.time()
             age = 0.0 if self._changed else max(0.0, store_of(self._run).now(self._run) - changed)
             self._moment = now - age

@@ -337,7 +337,8 @@ def contents(run: Run) -> dict[str, Any]:
             **run.log.to_state(),
         },
         "files": run.task.files,
-        # Weights that held NaN from the start are not checked: the run did not cause it.
+        # Frozen weights and buffers that held NaN or infinity at the start are not checked, as the
+        # run did not cause it.
         "finite": model.tensors.keys() - run.unchecked,
     }
 

@@ -113,7 +113,8 @@ class Run:
     pulse: Pulse
     recall: RecallSocket
     unchecked: frozenset[str] = frozenset()
-    """Names in `model.tensors` that held NaN or infinity at the start, and are not checked."""
+    """Names in `model.tensors` of tensors that are not trained, held NaN or infinity at the start,
+    and are not checked."""
     trained: ScalarNames = field(default_factory=ScalarNames)
     validated: ScalarNames = field(default_factory=ScalarNames)
     """Names of the scalars that the model returns in training, and in validation."""

@@ -287,7 +287,8 @@ def gradients(
     # One all-reduce for all values, because each collective costs a round trip between all ranks.
     dist.all_reduce(word, group=mesh.group)
     if isinstance(run.optimizer, MethodOptimizer) and not model.file:
-        run.optimizer.gather()  # costs no time before `received`, as the GPU still computes
+        # here, before `received` waits: the host prepares the update while the GPU computes
+        run.optimizer.gather()
     mean_loss, *rest = run.balance.take_from_sum(received(word)) if run.balance else received(word)
     dispute = None
     if run.witness and comparison:

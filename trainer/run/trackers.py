@@ -102,7 +102,8 @@ class MetricsTail:
             return []
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(file.fileno())
-            # A new file has this name: rank 0 renames a file of a user whom it does not trust.
+            # The file was cut, or replaced, as when rank 0 renames that of a user whom it does not
+            # trust: read from the beginning.
             if status.st_ino != self._inode or status.st_size < self._offset:
                 self._inode, self._offset, self._newest = status.st_ino, 0, None
             file.seek(self._offset)

@@ -121,7 +121,7 @@ def test_export_and_import(run, perdure):
         (["prune", "nowhere"], "holds no checkpoints; give a run directory"),
         (["prune", "run/checkpoints/step-00000010"], "is one checkpoint; give the run"),
         (["prune", "run", "--keep", "-1"], "'-1' is not a whole number of at least 0"),
-        (["export", "run", "out", "--max-shard-size", "4 parsecs"], "write bytes, or a number and"),
+        (["export", "run", "out", "--max-shard-size", "4 parsecs"], "write a number of bytes, or"),
         (["export", "run", "out", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["export", "nowhere", "out"], "holds no checkpoints"),
         (["import", "run", "out"], "holds neither model.safetensors nor"),

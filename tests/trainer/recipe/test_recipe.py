@@ -429,7 +429,7 @@ def test_copies_are_of_an_object_store_and_have_a_size(recipe_file):
     assert recipe.data.ahead == 8
     for overrides, message in (
         ([cache % "2 TB"], "data.cache: only for data.sources in an object store; remove it"),
-        ([cache % "much", url], "data.cache: size is 'much'; write bytes, or a number and a unit"),
+        ([cache % "much", url], "data.cache: size is 'much'; write a number of bytes, or a number"),
         (["data.cache={directory: s3://b/x, size: 1}", url], "data.cache.directory: 's3://b/x' lo"),
         ([url, "data.ahead=0"], "data.ahead: must be at least 1, but it is 0"),
     ):

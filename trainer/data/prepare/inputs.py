@@ -56,7 +56,7 @@ def find_inputs(names: Sequence[str], column: str, by_name: bool) -> InputFiles:
 
     Raises:
         DataError: an input is missing or of unknown kind, a folder is empty or cannot be read, or
-            all files are validation or test files.
+            with `by_name` some are validation files and all others test files.
     """
     inputs = InputFiles()
     others: list[str] = []

@@ -114,7 +114,8 @@ class ForeignConfig:
         *,
         prefix: str = "",
     ) -> None:
-        """`values` has dotted names, as from `flat`, all with a `prefix` to ignore."""
+        """`values`: dotted key → value, as from `flat`. `prefix`: removed from a key before it is
+        looked up; messages keep it."""
         self.file, self.table, self.imported = file, table, imported
         self.assumed: dict[str, Any] = {}
         """Key → its value if the file lacks it."""

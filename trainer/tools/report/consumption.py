@@ -146,7 +146,7 @@ def _compare(
         return
     counts.steps += len(steps)
     claimed = {attempt.start.data for attempt in attempts}
-    # a report runs no user code, so the contents of its samples are not compared
+    # A report runs no user code, so of a factory's samples only the order is compared.
     if recipe.data.factory:
         size = size_in(*claimed) if len(claimed) == 1 else 0
         if size:  # else attempts differ (`read_history` reports it), or user code sets the order
