@@ -262,7 +262,7 @@ def test_a_ds_config_that_is_named_is_read(written, tmp_path, monkeypatch):
     assert found["deepspeed_config.zero_stage"] == "no meaning here"
     assert {f"deepspeed_config.{key}" for key in section} <= set(found)
     assert {f"ds.json: {key}" for key in flat(ds)} <= set(found)
-    with pytest.raises(RecipeError, match=r"deepspeed_config_file: there is no file ds.json, neither in"):
+    with pytest.raises(RecipeError, match=r"there is no file ds.json, neither in"):
         import_accelerate(written(tree))
 
 
