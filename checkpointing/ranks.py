@@ -160,7 +160,9 @@ def exchange(value: Any, size: int, group: dist.ProcessGroup) -> list[Any]:
     lengths = [length for length, _ in heads]
     for rank, length in enumerate(lengths):
         if not 0 <= length <= MAX_BYTES:  # checked before so many bytes are allocated
-            raise RuntimeError(f"rank {rank} of a group announces {length} bytes: {_STRANGE}")
+            raise RuntimeError(
+                f"{length} bytes are announced in the name of rank {rank} of a group: {_STRANGE}"
+            )
     if max(lengths) > room:
         heads = _gathered(data, len(data), max(lengths), size, group)
     try:

@@ -82,8 +82,9 @@ def unwrapped(value: Any) -> Any:
 
 def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) -> StateParts:
     """Returns the tensors and values of a state. A parameter that no optimizer of `guarded` updates
-    is returned as a plain tensor, so that `save` copies it before it returns. Raises ValueError,
-    which says which part of the state cannot be saved and why."""
+    is returned detached, no longer an nn.Parameter (a DTensor stays one), so that `save` copies it
+    before it returns. Raises ValueError, which says which part of the state cannot be saved and
+    why."""
     model: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     groups: dict[str, list[list[str]]] = {}

@@ -77,7 +77,7 @@ from elastic.group.sealed import SealedStore
 from elastic.group.store import STORE_ERRORS, StoreClient, StoreLostError, connect_store, host_store
 from elastic.group.topology import describe_places, own_place
 from elastic.node.agent import NodeAgent
-from elastic.node.occupancy import Occupancy, OccupiedError
+from elastic.node.occupancy import HeldDirectory, OccupiedError
 from elastic.node.program import JobFacts, differences, digest, torchrun_program
 from elastic.node.zygote import start_early
 from elastic.process import tolerate_lost_output
@@ -167,7 +167,7 @@ class PerdureRendezvous(RendezvousHandler):
         """Generation in which this node's ranks have paused for the next round; -1: none."""
         self._recover_seconds = RECOVER_SECONDS
         self._round_store: dist.TCPStore | None = None
-        self._occupancy: Occupancy | None = None
+        self._occupancy: HeldDirectory | None = None
         self._stopped = self._interrupted = False
         lease = float(parameters.get("lease", 0)) or None
         name = node_name(address)
@@ -466,7 +466,7 @@ class PerdureRendezvous(RendezvousHandler):
         facts = self._node.facts(0)
         if job and not self._occupancy and facts and facts.directory:
             try:
-                self._occupancy = Occupancy(Path(facts.directory), job)
+                self._occupancy = HeldDirectory(Path(facts.directory), job)
             except OccupiedError as occupied:
                 refused = self._refusal(str(occupied))
                 self._member.change(partial(close, end=refused.end))

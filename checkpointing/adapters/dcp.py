@@ -184,7 +184,7 @@ def _opened(path: str | Path, group: dist.ProcessGroup | None) -> tuple[Checkpoi
     key = os.getpid(), "" if step is None else directory, group
     if key not in _KEPT:
         _KEPT[key] = Checkpointer(directory, group=group, keep=int(step is None), slots=1)
-    # one save at a time, as its outcome belongs to its own future
+    # End the running save first: `done` of a future takes any outcome for its own.
     if pending := _PENDING.pop(_KEPT[key], None):
         pending.settle()
     _KEPT[key].outcomes()  # drops the outcomes of earlier saves
@@ -215,7 +215,7 @@ class _Values:
         wanted = {path for path, value in leaves(self._root) if not isinstance(value, Tensor)}
         if found.keys() != wanted:
             names = ", ".join(sorted(".".join(map(str, one)) for one in found.keys() ^ wanted))
-            raise WrongModel(f"only the checkpoint or only this state_dict has {names}")
+            raise WrongModel(f"in the checkpoint or in this state_dict, but not in both: {names}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for (*outer, last), value in state_dict[VALUES]:

@@ -25,7 +25,7 @@ _TABLE = 1 << 13
 
 
 @dataclass(frozen=True)
-class Replica:
+class RedundantReader:
     """Reader number `index` of `count` readers of the same bytes. Only the contribution of reader 0
     enters the CRC-32; the other readers must have read the same bytes."""
 
@@ -33,7 +33,7 @@ class Replica:
     count: int
 
 
-ONLY = Replica(0, 1)
+ONLY = RedundantReader(0, 1)
 
 
 class BlockSums:
@@ -48,40 +48,40 @@ class BlockSums:
         for file in sorted(records):
             self._first[file] = self.blocks
             self.blocks += len(records[file].checksums)
-        # For each finished part: block, bytes to the block's end, CRC-32, replica.
+        # For each finished part: block, bytes to the block's end, CRC-32, reader.
         self._blocks: list[int] = []
         self._rests: list[int] = []
         self._crcs: list[int] = []
-        self._replicas: list[Replica] = []
-        self._next: tuple[str, int, Replica] | None = None
+        self._readers: list[RedundantReader] = []
+        self._next: tuple[str, int, RedundantReader] | None = None
         self._crc = 0
 
-    def take(self, file: str, offset: int, data: memoryview, replica: Replica) -> None:
+    def take(self, file: str, offset: int, data: memoryview, reader: RedundantReader) -> None:
         """Add the checksum of `data`, read from `offset` of `file`. Best called with about a
         megabyte, while it is in the processor's cache."""
         if file not in self._records:
             return
         while data:
-            if self._next != (file, offset, replica):
+            if self._next != (file, offset, reader):
                 self._end_part()
             room = self._block_bytes - offset % self._block_bytes
             part, data = data[:room], data[room:]
             self._crc = crc32(part, self._crc)
             offset += len(part)
-            self._next = file, offset, replica
+            self._next = file, offset, reader
             if len(part) == room:
                 self._end_part()
 
     def _end_part(self) -> None:
         if self._next is not None:
-            file, stop, replica = self._next
+            file, stop, reader = self._next
             block = (stop - 1) // self._block_bytes
             end = min((block + 1) * self._block_bytes, self._records[file].size)
             if block < len(self._records[file].checksums):
                 self._blocks.append(self._first[file] + block)
                 self._rests.append(end - stop)
                 self._crcs.append(self._crc)
-                self._replicas.append(replica)
+                self._readers.append(reader)
         self._next, self._crc = None, 0
 
     def contribution(self) -> Words:
@@ -92,14 +92,14 @@ class BlockSums:
         sums = np.zeros((2, self.blocks), np.uint32)
         blocks = np.array(self._blocks, np.int64)
         parts = _times(np.array(self._crcs, np.uint32), _power(np.array(self._rests, np.int64)))
-        kinds = {replica: number for number, replica in enumerate(dict.fromkeys(self._replicas))}
-        kind = np.array([kinds[replica] for replica in self._replicas], np.int64)
-        for replica, number in kinds.items():
+        kinds = {reader: number for number, reader in enumerate(dict.fromkeys(self._readers))}
+        kind = np.array([kinds[reader] for reader in self._readers], np.int64)
+        for reader, number in kinds.items():
             of_kind = kind == number
-            if replica.index == 0:
+            if reader.index == 0:
                 np.bitwise_xor.at(sums[0], blocks[of_kind], parts[of_kind])
-            if replica.count > 1:
-                weighted = _times(parts[of_kind], _weight(replica))
+            if reader.count > 1:
+                weighted = _times(parts[of_kind], _weight(reader))
                 np.bitwise_xor.at(sums[1], blocks[of_kind], weighted)
         return sums
 
@@ -118,12 +118,12 @@ class BlockSums:
         return bad
 
 
-def _weight(replica: Replica) -> Words:
-    """Returns the factor of a replica: x^8, x^16, …, and for the first replica their sum. All
+def _weight(reader: RedundantReader) -> Words:
+    """Returns the factor of a reader: x^8, x^16, …, and for the first reader their sum. All
     factors add up to zero, so that equal parts cancel and unequal parts do not."""
-    if replica.index:
-        return _power(np.array(replica.index))
-    return np.bitwise_xor.reduce(_power(np.arange(1, replica.count)))
+    if reader.index:
+        return _power(np.array(reader.index))
+    return np.bitwise_xor.reduce(_power(np.arange(1, reader.count)))
 
 
 def _power(exponents: NDArray[Any]) -> Words:

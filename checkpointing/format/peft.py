@@ -22,19 +22,28 @@ _PLAIN: Mapping[str, Any] = {
 
 
 def is_part(name: str) -> bool:
+    """Whether the FQN is that of a matrix A or B."""
     return name.rpartition(".")[2] in PARTS
 
 
 def name_in_file(name: str) -> str:
+    """Return PEFT's name for the tensor with this FQN."""
     return f"{_PREFIX}{name}.weight" if is_part(name) else f"{_PREFIX}{name}"
 
 
 def adapter_tensors(
     names: Iterable[str], where: str
 ) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
-    """Returns FQN of a weight → names of A and B, and FQN of a whole parameter → its name."""
-    pairs, whole = dict[str, tuple[str, str]](), dict[str, str]()
-    found = {name.removeprefix(_PREFIX).removesuffix(".weight"): name for name in names}
+    """Returns FQN of a weight → names of A and B, and FQN of a whole parameter → its name. Raises
+    StorageError for names that PEFT does not give LoRA's tensors, and DamagedCheckpoint for one of
+    A and B without the other, or a tensor under two names."""
+    pairs, whole, found = dict[str, tuple[str, str]](), dict[str, str](), dict[str, str]()
+    for name in names:
+        fqn = name.removeprefix(_PREFIX).removesuffix(".weight")
+        if (same := found.setdefault(fqn, name)) != name:
+            raise DamagedCheckpoint(
+                f"{where}: {printable(same)} and {printable(name)} name one tensor"
+            )
     for fqn, name in found.items():
         module, _, part = fqn.rpartition(".")
         if not name.startswith(_PREFIX):
@@ -59,6 +68,8 @@ def adapter_tensors(
 
 
 def scale_of(rank: int, alpha: float, rslora: bool) -> float:
+    """Return the factor of B A: alpha / r (Hu et al. 2021), or alpha / √r with rsLoRA
+    (Kalajdzievski 2023)."""
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 

@@ -176,12 +176,12 @@ class _Load:
         # A target that cannot be read in place (on a GPU) is filled from the reader's memory.
         if data is None:
             for slab in slabs(unit, self._step):
-                yield ReadSegment(slab.begin, slab.nbytes, None, unit.replica, slab, checked)
+                yield ReadSegment(slab.begin, slab.nbytes, None, unit.redundant, slab, checked)
             return
         for run in extents_of(meta, unit.box):
             part = data[run.box_offset : run.box_offset + run.length]
             begin = unit.stored.begin + run.offset
-            yield ReadSegment(begin, run.length, part, unit.replica, None, checked)
+            yield ReadSegment(begin, run.length, part, unit.redundant, None, checked)
 
     def _plan_checks(self) -> None:
         """Choose the blocks to check: those that contain tensors or the header. All their bytes
@@ -329,6 +329,6 @@ def _to_fill(
         if reader == place:
             data = memory[position : position + slab.nbytes]
             checked = slab.unit if slab.unit.name in finite else None
-            segment = ReadSegment(slab.begin, slab.nbytes, data, slab.unit.replica, None, checked)
+            segment = ReadSegment(slab.begin, slab.nbytes, data, slab.unit.redundant, None, checked)
             segments.setdefault(slab.unit.stored.file, []).append(segment)
     return segments

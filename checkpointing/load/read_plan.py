@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from checkpointing.format.crc import Replica
+from checkpointing.format.crc import RedundantReader
 from checkpointing.format.layout import DTYPE_BYTES, FileRecord, StoredTensor, TensorMeta
 from checkpointing.format.plan import (
     Box,
@@ -41,7 +41,7 @@ class ReadUnit:
     name: str
     stored: StoredTensor
     box: Box
-    replica: Replica
+    redundant: RedundantReader
     """Number of this reader among all readers of these bytes."""
 
     @property
@@ -115,9 +115,9 @@ class _Holders:
 
     near: tuple[int, ...]
     """Ranks on the node of this rank."""
-    of_rank: Replica
+    of_rank: RedundantReader
     """Number of this rank among the readers, if each rank reads alone."""
-    of_node: Replica
+    of_node: RedundantReader
     """Number of this rank's node among the readers, if the ranks of a node read together."""
 
 
@@ -136,8 +136,8 @@ def _holders(
     node = node_of[rank]
     return _Holders(
         tuple(other for other in ranks if node_of[other] == node),
-        Replica(ranks.index(rank) if rank in ranks else 0, len(ranks)),
-        Replica(nodes.index(node) if node in nodes else 0, len(nodes)),
+        RedundantReader(ranks.index(rank) if rank in ranks else 0, len(ranks)),
+        RedundantReader(nodes.index(node) if node in nodes else 0, len(nodes)),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpointing.errors import DamagedCheckpoint, reading
 from checkpointing.format.bits import is_finite
-from checkpointing.format.crc import BlockSums, Replica
+from checkpointing.format.crc import BlockSums, RedundantReader
 from checkpointing.format.layout import FileRecord, StoredTensor
 from checkpointing.format.plan import Box
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor
@@ -46,7 +46,7 @@ class ReadSegment(NamedTuple):
     nbytes: int
     data: memoryview | None
     """Destination; None: the reader's own memory, to compute the checksum or to copy `slab`."""
-    replica: Replica
+    redundant: RedundantReader
     slab: Slab | None = None
     """Slab that is copied from the reader's own memory to the target, no longer than one read;
     None: copy none."""
@@ -82,7 +82,7 @@ def _batches(segments: Iterable[ReadSegment], most: int) -> Iterator[list[ReadSe
     batch: list[ReadSegment] = []
     end, room = -1, 0
     for segment in sorted(segments, key=lambda segment: segment.begin):
-        begin, nbytes, data, replica, slab, unit = segment
+        begin, nbytes, data, redundant, slab, unit = segment
         for start in range(0, nbytes, most):
             length = min(most, nbytes - start)
             # a call reads one contiguous range into at most _MOST_BUFFERS buffers
@@ -91,7 +91,7 @@ def _batches(segments: Iterable[ReadSegment], most: int) -> Iterator[list[ReadSe
                     yield batch
                 batch, room = [], most
             part = data[start : start + length] if data is not None else None
-            batch.append(ReadSegment(begin + start, length, part, replica, slab, unit))
+            batch.append(ReadSegment(begin + start, length, part, redundant, slab, unit))
             end, room = begin + start + length, room - length
     if batch:
         yield batch
@@ -193,7 +193,7 @@ class SegmentReader(ExitStack):
             raise DamagedCheckpoint(f"{self._files.where / name}: ends too early; it was cut short")
         for segment, data, place in zip(batch, buffers, places, strict=True):
             # computed now, while the bytes are in the processor's cache
-            self.sums.take(name, segment.begin, data, segment.replica)
+            self.sums.take(name, segment.begin, data, segment.redundant)
             if (unit := segment.unit) and not is_finite(
                 unit.stored.meta.dtype, np.frombuffer(data, np.uint8)
             ):

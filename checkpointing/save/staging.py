@@ -136,7 +136,8 @@ class Staging:
         as soon as this method returns.
 
         Args:
-            at_once: names of tensors that are copied before this method returns.
+            at_once: names of tensors that are copied, or on a GPU whose copy is queued in the
+                current stream, before this method returns.
             finite: names of tensors that must not hold NaN or infinity.
             copied: called in the thread with (position reached, None), at the end with (last
                 position, summary of the numbers), or with (exception that ended the copy, None).

@@ -92,8 +92,8 @@ def export(
     into_published: bool = False,
 ) -> ConvertedDirectory:
     """Write the model of a checkpoint as a plain Hugging Face directory: weights, config.json,
-    tokenizer; no optimizer. Checksums of everything read are checked. An adapter becomes a PEFT
-    directory, or, with `merge_into`, a whole model.
+    tokenizer; no optimizer. Checksums of everything read are checked, but a plain directory has
+    none. An adapter becomes a PEFT directory, or, with `merge_into`, a whole model.
 
     Args:
         path: a checkpoint, a run (its newest good checkpoint), or a plain directory.
@@ -135,7 +135,7 @@ def export(
         section = layout.ADAPTER if source.is_adapter else layout.MODEL
         files = layout.lay_out(section, metas, max_shard_bytes)
         if section is layout.MODEL and len(files) == 1:
-            # the name that Hugging Face gives a model in one file
+            # Hugging Face's name for the only file of a model
             files = [replace(files[0], name="model.safetensors")]
         elif section is layout.MODEL:
             posix.write_file(tmp / layout.MODEL.index, layout.index_json(files))

@@ -53,7 +53,7 @@ class DirectoryHolder:
         return (self.boot, self.pid, self.since) != (other.boot, other.pid, other.since)
 
 
-class Occupancy:
+class HeldDirectory:
     """Holds a run directory for this process, until `release`. Raises OccupiedError if another
     launch trains in the directory. If the directory cannot be written to, nothing is held, and no
     error is raised, because later writes of the run report the error."""

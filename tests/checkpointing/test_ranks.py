@@ -62,5 +62,7 @@ def test_who_speaks_for_a_rank_runs_nothing_and_has_no_memory_taken(tmp_path):
 
     answers, _ = run_ranks(2, work, tmp_path / "ranks")
     assert answers[0] == "from another rank of a group"
-    assert answers[1:] == [f"rank 1 of a group announces {n} bytes" for n, _ in words[1:]]
+    assert answers[1:] == [
+        f"{n} bytes are announced in the name of rank 1 of a group" for n, _ in words[1:]
+    ]
     assert not trap.exists()

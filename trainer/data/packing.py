@@ -115,7 +115,7 @@ class DocumentBins:
         return self._documents[self._starts[number] : self._starts[number + 1]]
 
     def begin(self, samples: Iterable[int]) -> list[object]:
-        """See `TokenWindows.begin`."""
+        """Start to fetch the documents of sequences for later calls of `read`."""
         windows = (window for sample in samples for window in self._windows(sample))
         return [*self._dataset.begin(windows)]
 
@@ -205,5 +205,6 @@ def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], 
 
 
 def packing_of(dataset: TokenDataset, seq_len: int, pack: Pack) -> TokenWindows | DocumentBins:
+    """Return the sequences of `seq_len` tokens that `data.pack` makes of a data set."""
     whole = dataset.kind != "documents" if pack == "auto" else pack == "whole"
     return DocumentBins(dataset, seq_len) if whole else TokenWindows(dataset, seq_len)

@@ -205,8 +205,8 @@ class Family:
 
 
 class UnsupportedModelError(ValueError):
-    """No bundled family supports the model of a well-formed config.json. `reason` says why, without
-    the file's name and the remedy."""
+    """No bundled family supports the model of a well-formed config.json, or it is of another family
+    than the caller requires. `reason` says why, without the file's name and the remedy."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)

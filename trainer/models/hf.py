@@ -62,7 +62,8 @@ class ConfigError(ValueError):
 
 
 class NotOursError(ConfigError, UnsupportedModelError):
-    """A config.json describes a model that no family of Perdure supports."""
+    """A config.json describes a model that no family of Perdure supports, or one of another family
+    than the caller requires."""
 
 
 MOST_LAYERS = 10_000

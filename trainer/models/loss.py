@@ -426,16 +426,19 @@ def preference_loss(
     counts: Tensor,
     reference: Tensor | None,
 ) -> Tensor | dict[str, Tensor]:
-    """Compare the answers of P pairs; docs/fine_tuning.md has the formulas. Returns means, float64
-    scalars by name: `loss`; `reward_margin`, β times the score of the chosen answer minus that of
-    the rejected; `reward_accuracy`, how often that is positive; with `sft_weight` also
-    `cross_entropy`, of the chosen answers per token. If a reference is needed and missing, returns
-    the log-probabilities of the answers (2 P,).
+    """Compare the answers of P pairs by `objective.name`: DPO (Rafailov et al. 2023), IPO (Azar et
+    al. 2023), SimPO (Meng et al. 2024) or ORPO (Hong et al. 2024). docs/fine_tuning.md has the
+    formulas. Returns means, float64 scalars by name: `loss`; `reward_margin`, β times the score of
+    the chosen answer minus that of the rejected; `reward_accuracy`, how often that is positive;
+    with `sft_weight` also `cross_entropy`, of the chosen answers per token. If a reference is
+    needed and missing, returns the log-probabilities of the answers (2 P,).
 
     Args:
         by_label: (N,), log-probabilities of labels.
         segments: N int64, index of each label's answer: chosen, rejected, chosen, rejected ….
         counts: (2 P,), numbers of tokens of the answers.
+        reference: (2 P,) float64, log-probabilities of the answers under the reference model; None
+            if they are not computed yet, or the objective needs none.
     """
     name, gamma, sft_weight = objective.name, objective.gamma, objective.sft_weight
     beta = objective.beta or USUAL_BETA[name]

@@ -180,8 +180,8 @@ def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LossScale:
-    """Dynamic loss scale for fp16 (Micikevicius et al. 2018). A power of two, so that scaling does
-    not round; always 1 for other dtypes."""
+    """Dynamic loss scale for fp16 (Micikevicius et al. 2018); always 1 for other dtypes. It
+    changes by factors of two. A power of two as the first scale rounds no gradient."""
 
     value: float
     good_steps: int = 0

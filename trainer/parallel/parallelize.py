@@ -241,7 +241,7 @@ def _apply(
         compiled = compiled if how == "pieces" else blocks
     if strategy.compile:
         # dynamo's DDPOptimizer would break the graph inside a block, at borders of DDP's buckets.
-        # It also refuses buckets below 1 MiB: models with less than 2 MiB of trained parameters.
+        # DDPOptimizer also refuses buckets below 1 MiB, which small models have.
         torch._dynamo.config.optimize_ddp = False
         for module in model.modules():
             # Tensor or expert parallelism has added collectives here, which would break the graph.

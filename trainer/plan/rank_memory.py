@@ -62,9 +62,11 @@ def memory_of(
     order: Order | None = None,
     messages: Sequence[int] = (),
 ) -> RankMemory:
-    """Add up the memory of a rank with these stages, in order.
+    """Add up the memory of a rank.
 
     Args:
+        stages: the pipeline stages that the rank holds, by ascending number.
+        traces: for each of the stages, the trace of a pass through it.
         device: "cuda", or "cpu", where only offload to files reduces memory.
         buffers: bytes of the buffers of the rank's blocks.
         order: the rank's actions in a pipeline; None: there is no pipeline.

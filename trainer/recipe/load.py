@@ -134,7 +134,8 @@ def _completed(recipe: Recipe) -> Recipe:
     data, checkpoint = recipe.data, recipe.checkpoint
     if data.factory and not data.seq_len:
         data = replace(data, seq_len=1)
-    # Host memory that cannot hold the model cannot hold a copy of it.
+    # With `offload: nvme` the model may not fit in host memory. Then the slots, which are copies
+    # of it, do not fit either, and go to the offload directory.
     if checkpoint.slot_directory is None:
         checkpoint = replace(checkpoint, slot_directory=recipe.strategy.offload_directory)
     strategy = sharding.resolved(recipe.strategy)

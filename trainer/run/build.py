@@ -32,7 +32,7 @@ from trainer.parallel.parallel_model import ParallelModel
 from trainer.parallel.parallelize import DTYPES, parallelize
 from trainer.parallel.rejoin import CAN_RESET, rejoin
 from trainer.recipe import Recipe, RecipeError, Strategy, counted, strategies
-from trainer.run.join import Joined
+from trainer.run.join import JoinedRank
 from trainer.run.metrics import UNWRITTEN, Log, Startup
 from trainer.run.micro_batch import settled
 from trainer.run.preflight import slow_arithmetic, use_of_blocks
@@ -58,7 +58,7 @@ TRIED_LENGTH = 64
 class BuiltModel:
     """A model and its optimizer in the recipe's strategy, before their state is restored."""
 
-    joined: Joined
+    joined: JoinedRank
     recipe: Recipe
     """The recipe with every value resolved for this world."""
     task: Task
@@ -74,7 +74,7 @@ class BuiltModel:
 
 
 @contextmanager
-def build(process: ProcessContext, joined: Joined) -> Iterator[BuiltModel]:
+def build(process: ProcessContext, joined: JoinedRank) -> Iterator[BuiltModel]:
     """Build model and optimizer, or keep those of this process's last run. On all ranks."""
     task, world, recall = joined.inputs.task, joined.world, process.recall
     last, process.run = process.run, None  # a half-restored model must not be reused

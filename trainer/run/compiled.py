@@ -42,8 +42,8 @@ def keep_caches_closed(run_directory: Path, compiles: bool = False) -> None:
     for variable in (INDUCTOR, TRITON):
         if (named := os.environ.get(variable)) and (why := _open_to_others(Path(named))):
             raise RecipeError(
-                f"{variable}: {why}, and code that is found there is run; name a directory that "
-                "only you can write to, or none"
+                f"{variable}: {why}; code in this directory is run, so name one that only you can "
+                "write to, or unset the variable"
             )
     if INDUCTOR not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())

@@ -11,7 +11,7 @@ from functools import cache
 from checkpointing.storage.folders import memory_folders
 from checkpointing.storage.ownership import owner
 from checkpointing.storage.place import ObjectPath
-from elastic.node.occupancy import Occupancy, OccupiedError
+from elastic.node.occupancy import HeldDirectory, OccupiedError
 from elastic.world import (
     AGENT,
     JOB,
@@ -86,7 +86,7 @@ def read_inputs(process: ProcessContext) -> RunInputs:
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedRank:
     """A rank in its process group, and what all ranks have agreed on."""
 
     inputs: RunInputs
@@ -98,7 +98,7 @@ class Joined:
 
 
 @contextmanager
-def join(process: ProcessContext, inputs: RunInputs) -> Iterator[Joined]:
+def join(process: ProcessContext, inputs: RunInputs) -> Iterator[JoinedRank]:
     """Keep other launches out of the run while entered, join the process group, and agree with the
     other ranks on what is trained. On all ranks. Raises RecipeError or StorageError as `hold` does,
     and RecipeError if some ranks would train something else."""
@@ -131,7 +131,7 @@ def join(process: ProcessContext, inputs: RunInputs) -> Iterator[Joined]:
             keep_freed_memory()
         if local_rank == 0:
             stack.callback(keep_copies(recipe.data))
-        yield Joined(inputs, world, agreement, shipper)
+        yield JoinedRank(inputs, world, agreement, shipper)
 
 
 def keep_freed_memory() -> None:
@@ -157,7 +157,7 @@ def hold(recipe: Recipe) -> Iterator[Shipper | None]:
             run = ObjectPath.of(recipe.run.dir)
             shipper = Shipper(run, recipe.directory, this_job(), this_launcher())
         elif not supervised():
-            occupancy = Occupancy(recipe.directory, this_job())
+            occupancy = HeldDirectory(recipe.directory, this_job())
     except OccupiedError as occupied:
         raise RecipeError(str(occupied)) from occupied
     except OSError as error:

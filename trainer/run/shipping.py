@@ -95,7 +95,8 @@ class Shipper:
     ) -> None:
         self._end.set()
         self._wake.set()
-        # A recalled process must not wait for the thread: it becomes a rank of the next attempt.
+        # AttemptRecalled is no Exception: the process becomes a rank of the next attempt, and must
+        # not wait for the thread.
         if kind is None or issubclass(kind, Exception):
             self._thread.join(HURRIED_SECONDS if kind else END_SECONDS)
             if count := len(self._waiting):

@@ -167,7 +167,8 @@ class WeightsAndBiases:
             write_new(id_file, secrets.token_hex(4) + "\n")
         run_id = read_text(id_file).strip()
         if not os.environ.get("WANDB_DIR"):
-            own_directory(run_dir / "wandb")  # other users can guess W&B's file names
+            # Other users can guess the names of W&B's files, and could create them first.
+            own_directory(run_dir / "wandb")
         self._run = wandb.init(
             id=run_id,
             resume="allow",

@@ -230,9 +230,10 @@ class Witness:
 
     @contextmanager
     def watch(self, run: Run) -> Iterator[GradientComparison | None]:
-        """Context around a step's passes. First compute the drawn micro-batches of other ranks, as
-        their witness; then digest this rank's own drawn passes in the block. Yields None in a step
-        without drawn passes. On all ranks."""
+        """Context around a step's passes. Before they run, compute the drawn micro-batches of other
+        ranks, as their witness. While they run, digest the gradients of this rank's own drawn
+        passes. Yields None in a step without drawn passes, and in the first step of an attempt. On
+        all ranks."""
         step, passes = run.progress.step + 1, run.plan.passes
         draws = []
         if self._ranks > 1:

@@ -246,7 +246,7 @@ def _merge(model: TextModel, adapter: StoredAdapter) -> None:
         weight, shape = named.get(name), adapter.shape_of(name)
         if weight is None or tuple(weight.shape) != shape:
             raise GenerateError(
-                f"the adapter is for a {printable(name)} of shape {list(shape)}, which its base "
+                f"the adapter changes {printable(name)} of shape {list(shape)}, which its base "
                 "model does not have; use the model over which the adapter was trained"
             )
         if name in adapter.whole:

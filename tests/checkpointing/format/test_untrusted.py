@@ -20,6 +20,7 @@ from checkpointing.format.layout import (
     parse_index,
     parse_state,
 )
+from checkpointing.format.peft import adapter_tensors
 from checkpointing.format.untrusted import is_plain, printable
 from checkpointing.load.foreign import open_dcp
 from checkpointing.tools.convert import export, import_checkpoint
@@ -380,3 +381,9 @@ def test_other_peoples_loops_may_keep_nan(tmp_path):
     tensors = {"mask": torch.tensor([0.0, float("nan"), float("-inf")])}
     write_checkpoint(tmp_path / "step-00000001", 1, tensors, state={"anything": float("nan")})
     assert not verify(tmp_path).problems
+
+
+def test_a_tensor_of_an_adapter_has_one_name():
+    names = ["base_model.model.norm", "base_model.model.norm.weight"]
+    with pytest.raises(DamagedCheckpoint, match=r"norm\.weight name one tensor"):
+        adapter_tensors(names, "adapter_model.safetensors")

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpointing import DamagedCheckpoint, StorageError
-from checkpointing.format.crc import BlockSums, Replica
+from checkpointing.format.crc import BlockSums, RedundantReader
 from checkpointing.format.layout import MODEL, FileRecord, TensorMeta, lay_out
 from checkpointing.format.plan import local_boxes, merged
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
@@ -54,7 +54,7 @@ def test_every_rank_gets_every_byte_it_holds_and_every_byte_is_accounted_for_onc
             assert slab.nbytes <= most
             assert slab.begin >= end  # in the order of the file
             end = slab.begin + slab.nbytes
-            if unit.replica.index == 0:
+            if unit.redundant.index == 0:
                 accounted[slab.begin : end] += 1
 
     with patch.object(read_plan, "SMALL_BYTES", data.draw(st.sampled_from([1, 40, 10**6]))):
@@ -107,7 +107,7 @@ def test_checksums_of_parts_add_up_to_those_of_blocks(data):
         for index, rank in enumerate(data.draw(st.permutations(range(3)))[:count]):
             part = bytearray(content[start:stop])
             part[0] ^= number == wrong and index == liar
-            ranks[rank].take("f", start, memoryview(part), Replica(index, count))
+            ranks[rank].take("f", start, memoryview(part), RedundantReader(index, count))
     total = np.bitwise_xor.reduce([rank.contribution() for rank in ranks])
     bad = ranks[0].differing(total, {"f": range(len(starts))})
     assert bad == ([] if wrong is None else [("f", cuts[wrong] // block)])

@@ -347,7 +347,8 @@ def _make_tokenizer(units: list[Pieces], settings: PrepareOptions, work: Path) -
 
 def _training_texts(units: list[Pieces], settings: PrepareOptions) -> Iterator[str]:
     """Yield the beginnings of all units: everything, or _BPE_TEXT_SIZE characters in total."""
-    # The validation split must not influence the tokenizer.
+    # Files of the validation split do not train the tokenizer. Documents that validation_fraction
+    # draws from other files do.
     units = [tuple(piece for piece in unit if not piece.form.held_out) for unit in units]
     total = sum(piece.size for unit in units for piece in unit)
     for unit in units:

@@ -162,8 +162,13 @@ class ForeignConfig:
             raise self.error(key, wanted) from None
 
     def became(self, key: str, target: str, why: str = "", *, differs: bool = False) -> None:
-        """Record that a key of the file became the recipe key `target`, "" for none, with a remark,
-        and whether training differs from the file."""
+        """Record what became of a key of the file.
+
+        Args:
+            target: the recipe key that has its value; "" if none has.
+            why: a remark for the report.
+            differs: whether training differs from what the file says.
+        """
         if key in self.left:
             value = self.left.pop(key)
             name = self.label + self.spelled[key]
