@@ -23,8 +23,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
-from trainer.recipe.bounds import Amount, Count, Positive
 from trainer.recipe.checking import checked
+from trainer.recipe.value_types import Amount, Count, Positive
 from trainer.recipe.yaml_tree import Key, Origins, Problem, RecipeError, listed, origin_of
 
 What = Literal[

@@ -25,7 +25,7 @@ from trainer.cli.parser import (
 )
 from trainer.data.prepare.options import PrepareOptions
 from trainer.recipe import RecipeError
-from trainer.recipe.paths import like_url, local_copy
+from trainer.recipe.value_types import like_url, local_copy
 from trainer.text import terminal_columns
 
 DATA_EXAMPLES = """\

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeAlias, get_args, get_type_hints
 from checkpointing.storage.place import ObjectPath, Place, location
 from elastic.node.files import write_whole
 from trainer.recipe import RecipeError
-from trainer.recipe.paths import in_bucket, no_place, no_url
+from trainer.recipe.value_types import in_bucket, no_place, no_url
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 

@@ -23,8 +23,8 @@ from trainer.data import Samples
 from trainer.kgat.graph import KnowledgeGraph
 from trainer.kgat.stream import GraphStream
 from trainer.recipe import Recipe, RecipeError
-from trainer.recipe.bounds import Amount, Positive, Share
 from trainer.recipe.seeds import stable_seed
+from trainer.recipe.value_types import Amount, Positive, Share
 
 # Only the product with a dense matrix is used, which torch has had since 1.8.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")

@@ -19,8 +19,8 @@ from trainer.kgat.graph import (
     read_interactions,
 )
 from trainer.recipe import Recipe
-from trainer.recipe.bounds import Count
 from trainer.recipe.seeds import stable_seed
+from trainer.recipe.value_types import Count
 
 Batch = dict[str, torch.Tensor]
 TRIES = 1000

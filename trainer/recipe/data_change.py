@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Gt, MaxLen
 from pydantic import ConfigDict, ValidationError
 
-from trainer.recipe.bounds import Position
 from trainer.recipe.checking import adapter
 from trainer.recipe.load import resolved, validate
 from trainer.recipe.sections import Recipe, Source
+from trainer.recipe.value_types import Position
 from trainer.recipe.yaml_tree import RecipeError
 
 REQUEST, CHANGES = "data_change.json", "data_changes.json"

@@ -8,11 +8,10 @@ from fractions import Fraction
 
 from trainer.recipe import strategies
 from trainer.recipe.architecture import bundled_families
-from trainer.recipe.conditions import parse_condition
 from trainer.recipe.factory import PATTERN
-from trainer.recipe.paths import wrong_paths
 from trainer.recipe.sections import Recipe, Tracking
 from trainer.recipe.stages import stage_contradictions
+from trainer.recipe.value_types import parse_condition, wrong_paths
 from trainer.recipe.yaml_tree import RecipeError
 
 

@@ -13,8 +13,15 @@ from pydantic import BeforeValidator, ConfigDict
 from checkpointing.options import CheckpointOptions, number_of_bytes
 from elastic.options import ElasticOptions
 from trainer.recipe.architecture import Architecture
-from trainer.recipe.bounds import Amount, Count, Position, Positive, Share
-from trainer.recipe.paths import in_bucket, local_copy
+from trainer.recipe.value_types import (
+    Amount,
+    Count,
+    Position,
+    Positive,
+    Share,
+    in_bucket,
+    local_copy,
+)
 
 Sharding = Literal["NO_SHARD", "OPTIMIZER_STATE", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from elastic.node.files import read_text
-from trainer.recipe.conditions import (
+from trainer.recipe.value_types import (
     AlertCondition,
     FailureAlert,
     SilenceAlert,

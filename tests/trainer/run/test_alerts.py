@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from elastic import Ledger, StartLine
-from trainer.recipe.conditions import (
+from trainer.recipe.value_types import (
     FailureAlert,
     SilenceAlert,
     ThresholdAlert,

@@ -1,15 +1,25 @@
-"""Checks paths of a recipe for URLs where a filesystem is needed. Names the local directory for a
-run in a bucket."""
+"""Types and forms of single values of a recipe: numbers with bounds, which pydantic checks when it
+builds a dataclass; paths, which must not be URLs where a filesystem is needed; the local directory
+for a run in a bucket; conditions of `tracking.alerts`. Imports no torch."""
 
 import hashlib
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+from annotated_types import Ge, Le, Lt
 
 if TYPE_CHECKING:
     from trainer.recipe.sections import Recipe
+
+Count: TypeAlias = Annotated[int, Ge(0)]
+Positive: TypeAlias = Annotated[int, Ge(1)]
+Position: TypeAlias = Annotated[int, Ge(1), Le(2**53)]
+Amount: TypeAlias = Annotated[float, Ge(0)]
+Share: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 
 # Also matches likely typos: a single slash after any scheme, none after a known one.
 _LIKE_URL = re.compile(
@@ -99,3 +109,44 @@ def wrong_paths(recipe: "Recipe") -> Iterator[tuple[str, str]]:
     for key, path in places.items():
         if path and (what := no_place(path)):
             yield key, what
+
+
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_NUMBER = r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
+
+
+@dataclass(frozen=True)
+class ThresholdAlert:
+    """Condition of an alert that holds while the metric `key` is above, or below, a number."""
+
+    key: str
+    above: bool
+    """Whether the condition is `key > number`; else it is `key < number`."""
+    number: float
+
+
+@dataclass(frozen=True)
+class SilenceAlert:
+    """Condition of an alert that holds when there was no record for `seconds` seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FailureAlert:
+    """Condition of an alert that holds after ranks were restarted because of a failure."""
+
+
+AlertCondition = ThresholdAlert | SilenceAlert | FailureAlert
+
+
+def parse_condition(text: str) -> AlertCondition | None:
+    """Parse the `when` of an alert; None if the text is no condition."""
+    text = text.strip()
+    if text == "failure":
+        return FailureAlert()
+    if matched := re.fullmatch(r"no step for (\d+(?:\.\d+)?) ?(s|min|h)", text):
+        return SilenceAlert(float(matched[1]) * _SECONDS[matched[2]])
+    if matched := re.fullmatch(rf"([\w@]+) *([<>]) *({_NUMBER})", text, re.ASCII):
+        return ThresholdAlert(matched[1], matched[2] == ">", float(matched[3]))
+    return None
