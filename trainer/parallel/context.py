@@ -31,7 +31,7 @@ from trainer.data.samples import IGNORED_LABEL
 from trainer.models.attention import Documents
 from trainer.models.decoder import Attention, Decoder
 from trainer.models.loss import label_count, on_gpu
-from trainer.parallel.two_way import TwoWayMap
+from trainer.parallel.passes import TwoWayMap
 from trainer.recipe import Recipe, RecipeError
 
 
@@ -354,7 +354,7 @@ class ContextParallel:
     attention must stay outside their graphs."""
 
     def __init__(self, group: dist.ProcessGroup, compiled: bool = False) -> None:
-        self.group = group  # rejoin.py replaces it when this process continues with other ranks
+        self.group = group  # `rejoin` replaces it when this process continues with other ranks
         self._attend = torch.compiler.disable(_RingAttention.apply) if compiled else None
 
     def tokens(self, length: int) -> int:

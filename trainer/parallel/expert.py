@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainer.models.decisions import decided
+from trainer.parallel.passes import TwoWayMap
 from trainer.parallel.tensor import layout_is_exact, with_local
-from trainer.parallel.two_way import TwoWayMap
 from trainer.recipe import Recipe, RecipeError, Strategy, strategies
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -84,7 +84,7 @@ def _with_exchange(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Com
     def exchange_counts(counts: Tensor, rows: int) -> tuple[list[int], list[int], Tensor, Tensor]:
         """Return numbers of rows to each rank and from each rank; the permutation that sorts
         received rows by expert; and the number of rows of each expert on this rank."""
-        group = mesh.get_group()  # at each call, because rejoin.py replaces the group
+        group = mesh.get_group()  # at each call, because `rejoin` replaces the group
         # (E): rows from rank 0 for each expert of this rank, then from rank 1, …
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=group)

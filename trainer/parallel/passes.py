@@ -1,10 +1,13 @@
-"""The forward pass of a micro-batch, and what a model returns from it: common to all strategies."""
+"""What all strategies share of a pass: the forward pass of a micro-batch, what a model returns from
+it, the time that work takes on a device, and operations with a backward of their own."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 COUNT = "count"
 """Key under which a model may return the number that its means were divided by, such as the sum of
@@ -82,3 +85,40 @@ def loss_problem(result: Any) -> str | None:
     elif isinstance(result, dict):
         kind = f"a dict without a scalar 'loss' (of {', '.join(map(repr, result)) or 'nothing'})"
     return f"{kind}; it should be the mean loss, a scalar: alone, as ['loss'], or as .loss"
+
+
+def mark(device: torch.device) -> Any:
+    """Mark the present point in the device's work without waiting for it: a CUDA event or, on a
+    CPU, the host's clock in seconds."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def reached(moment: Any) -> bool:
+    return isinstance(moment, float) or bool(moment.query())
+
+
+def seconds_between(began: Any, ended: Any) -> float:
+    """Return the seconds between two marks, which the device must have reached."""
+    if isinstance(began, float):
+        return float(ended - began)
+    return float(began.elapsed_time(ended)) / 1000
+
+
+Map = Callable[[Tensor], Tensor]
+
+
+class TwoWayMap(torch.autograd.Function):
+    """Maps activations by one function, and in backward their gradient by another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, of_activations: Map, of_gradient: Map) -> Tensor:
+        ctx.of_gradient = of_gradient
+        return of_activations(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.of_gradient(gradients[0]), None, None

@@ -26,10 +26,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from checkpointing.format.tensors import local_tensor
 from trainer.models.decoder import Decoder
-from trainer.parallel.clock import mark, seconds_between
 from trainer.parallel.fsdp import prepare_backward
 from trainer.parallel.mesh import PIPELINE, Mesh
-from trainer.parallel.passes import ForwardPass, Passed, means
+from trainer.parallel.passes import ForwardPass, Passed, mark, means, seconds_between
 from trainer.parallel.schedules import Action, Order, cut, incoming, schedule
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.strategies import pp, tp

@@ -57,7 +57,7 @@ from trainer.models.versions import all_gather_single, reduce_scatter_single
 from trainer.optim.formats import BLOCK as STATE_BLOCK
 from trainer.optim.muon import chunk_lengths
 from trainer.parallel.context import MeansAcrossRanks
-from trainer.parallel.two_way import TwoWayMap
+from trainer.parallel.passes import TwoWayMap
 from trainer.recipe import Recipe, RecipeError, Strategy
 from trainer.recipe.strategies import ep, tp
 
@@ -228,7 +228,7 @@ class TensorGroup:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        # Looked up at each call, because rejoin.py may replace it.
+        # Looked up at each call, because `rejoin` may replace it.
         return self._mesh.get_group()
 
     def enter(self, x: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from elastic.group.batch_plan import BatchPlan
 from elastic.group.shares import ShareBalance
-from trainer.parallel.clock import mark, seconds_between
 from trainer.parallel.fsdp import fsdp_units
 from trainer.parallel.mesh import SHARD, Mesh
+from trainer.parallel.passes import mark, seconds_between
 from trainer.recipe import Recipe
 
 STEPS = 4

@@ -29,8 +29,7 @@ from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import build_schedule
 from trainer.parallel.mesh import Mesh, build_mesh, placement
 from trainer.parallel.parallel_model import ParallelModel
-from trainer.parallel.parallelize import DTYPES, parallelize
-from trainer.parallel.rejoin import CAN_RESET, rejoin
+from trainer.parallel.parallelize import CAN_RESET, DTYPES, parallelize, rejoin
 from trainer.recipe import Recipe, RecipeError, Strategy, counted, strategies
 from trainer.run.join import JoinedRank
 from trainer.run.metrics import UNWRITTEN, Log, Startup

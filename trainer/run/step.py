@@ -20,8 +20,7 @@ from trainer.data.stream import CONSUMED, COUNTED
 from trainer.optim.exact import snap_loss, square_sums
 from trainer.optim.method import MethodOptimizer, update
 from trainer.optim.optimizer import set_rate, square_sum
-from trainer.parallel.clock import mark, reached, seconds_between
-from trainer.parallel.passes import COUNT, ForwardPass
+from trainer.parallel.passes import COUNT, ForwardPass, mark, reached, seconds_between
 from trainer.recipe.seeds import stable_seed
 from trainer.recipe.strategies import exact
 from trainer.run.guard import StepVerdict, judge_step, judge_weights

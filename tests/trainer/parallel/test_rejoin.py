@@ -8,8 +8,7 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" k
 from elastic import World
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.mesh import build_mesh, forget_meshes
-from trainer.parallel.parallelize import parallelize
-from trainer.parallel.rejoin import rejoin
+from trainer.parallel.parallelize import parallelize, rejoin
 from trainer.tasks.task import bare_model
 
 CPU, META = torch.device("cpu"), torch.device("meta")

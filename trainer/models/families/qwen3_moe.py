@@ -138,7 +138,7 @@ class MoE(nn.Module):
         self.load = counts if self.load is None else self.load + counts
 
     def forget_step(self) -> None:
-        """Drop the counts of a failed step. rejoin.py calls this before the step is repeated."""
+        """Drop the counts of a failed step. `rejoin` calls this before the step is repeated."""
         self.load = None
 
 
