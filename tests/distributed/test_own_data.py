@@ -15,7 +15,7 @@ from lab.local_nodes import LocalNodes
 from tests.checkpointing.faults import until
 from tests.distributed.jobs import ROOT, Forked, losses, records, soak, wait_for_step
 from trainer.data.stream import COUNTED
-from trainer.optim.groups import named_groups
+from trainer.optim.optimizer import named_groups
 from trainer.recipe import load_recipe
 from trainer.tasks.task import build_task
 from trainer.tools.report.report import check

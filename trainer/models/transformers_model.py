@@ -25,7 +25,7 @@ from checkpointing.storage.steps import hugging_face_tensors
 from trainer.models.decoder import Decoder
 from trainer.models.hf import ConfigError, read_json
 from trainer.models.loss import HeadLoss, capped, preference_loss
-from trainer.models.ties import ties_of
+from trainer.models.parameter_names import ties_of
 from trainer.recipe import RecipeError
 from trainer.recipe.sections import Objective
 

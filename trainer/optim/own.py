@@ -25,9 +25,8 @@ from checkpointing.format.optimizers import (
     placements_of,
 )
 from checkpointing.format.tensors import local_tensor
-from trainer.optim.groups import named_groups
 from trainer.optim.method import trial_parameters
-from trainer.optim.optimizer import set_rate
+from trainer.optim.optimizer import named_groups, set_rate
 from trainer.optim.saved_state import own_state, own_targets, settings
 from trainer.optim.slices import Build, SliceOptimizer, is_elementwise, like_sharded
 from trainer.recipe import Optimizer, RecipeError

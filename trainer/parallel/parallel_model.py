@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpointing.format.layout import TensorMeta
 from checkpointing.format.peft import is_part, name_in_file
 from checkpointing.format.tensors import local_tensor
-from trainer.models.stacks import apart
+from trainer.models.parameter_names import apart
 from trainer.optim.formats import Format, placed
 from trainer.optim.saved_state import own_state, own_targets
 from trainer.parallel.ddp import ShardedView

@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing.format.peft import is_part
 from checkpointing.format.tensors import broadcast
-from trainer.models.ties import tie_again, ties_of
+from trainer.models.parameter_names import tie_again, ties_of
 from trainer.models.versions import drop_unreduced_gradient
 from trainer.optim.exact import use_exact_kernels
-from trainer.optim.groups import moments
+from trainer.optim.optimizer import moments
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.ddp import ShardedView, apply_ddp, apply_ddp_again
 from trainer.parallel.fsdp import apply_fsdp, fsdp_groups, fsdp_units

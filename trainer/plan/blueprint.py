@@ -1,8 +1,9 @@
-"""The model of a recipe without weights and data: shapes of its parameters and pipeline stages."""
+"""What a plan starts from: the model of a recipe without weights and data, with the shapes of its
+parameters and pipeline stages; and the division of the work among ranks."""
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, TypeAlias
@@ -15,11 +16,14 @@ from trainer.models import Decoder
 from trainer.models.adapter import LoraLinear, add_adapters
 from trainer.optim.optimizer import StateTensor, state_of
 from trainer.parallel.expert import stacked_modules
+from trainer.parallel.fsdp import gathers_ahead_on_cpu
+from trainer.parallel.mesh import REPLICATE, SHARD, GroupShape, groups_of, is_sharded_by_fsdp
 from trainer.parallel.parallelize import cut_layers, keep_weights
 from trainer.recipe import Recipe, Strategy
 from trainer.recipe.factory import refusing
 from trainer.recipe.sections import Optimizer
-from trainer.recipe.strategies import dividing, only, ranks, sizes
+from trainer.recipe.strategies import dividing, only, ranks, sizes, together
+from trainer.recipe.strategies.exact import batch_plan
 from trainer.tasks.model_blocks import repeated_blocks
 from trainer.tasks.task import bare_model
 from trainer.tasks.text_model import documents_for
@@ -292,3 +296,44 @@ def parts_of(unit: Sequence[ParameterShape]) -> list[list[ParameterShape]]:
     experts = [shape for shape in unit if shape.divided > 1]
     rest = [shape for shape in unit if shape.divided == 1]
     return [part for part in (rest, experts) if part]
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """The process groups, passes and micro-batch of a recipe for a given number of ranks."""
+
+    groups: Mapping[str, GroupShape]
+    """Result of `trainer.parallel.mesh.groups_of`."""
+    by_fsdp: bool
+    """Whether FSDP distributes parameters; otherwise DDP replicates them, with or without
+    ZeRO-1."""
+    gathers_ahead: bool
+    """Whether forward gathers a block while the previous block computes, see fsdp.py."""
+    passes: int
+    reductions: int
+    micro_batch: int
+
+    @property
+    def replicas(self) -> int:
+        return self.groups[REPLICATE].size
+
+    @property
+    def shards(self) -> int:
+        return self.groups[SHARD].size
+
+
+def layout_of(
+    recipe: Recipe, world_size: int, local_world_size: int, device: Literal["cpu", "cuda"]
+) -> RankLayout:
+    """Return the layout of `recipe`; RecipeError if the recipe cannot run on so many ranks."""
+    strategy = recipe.strategy
+    groups = groups_of(recipe, world_size, local_world_size)
+    plan = batch_plan(recipe, world_size // together(strategy))
+    return RankLayout(
+        groups=groups,
+        by_fsdp=is_sharded_by_fsdp(recipe, world_size),
+        gathers_ahead=gathers_ahead_on_cpu(recipe, device),
+        passes=plan.passes,
+        reductions=plan.passes if strategy.reduce_every_pass else 1,
+        micro_batch=plan.micro_batch,
+    )

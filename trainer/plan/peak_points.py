@@ -53,6 +53,7 @@ from trainer.parallel.parallelize import DTYPES
 from trainer.parallel.schedules import Kind
 from trainer.plan.blueprint import (
     ParameterShape,
+    RankLayout,
     StageBlueprint,
     bytes_of,
     counted,
@@ -60,7 +61,6 @@ from trainer.plan.blueprint import (
     parts_of,
     trained_of,
 )
-from trainer.plan.rank_layout import RankLayout
 from trainer.plan.tape import PassTrace
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import exact

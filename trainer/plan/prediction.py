@@ -11,10 +11,17 @@ import torch
 
 from trainer.parallel.parallelize import DTYPES, check_parallel
 from trainer.parallel.schedules import ActionSequence, Order, arranged, bubble_formula, schedule
-from trainer.plan.blueprint import Blueprint, StageBlueprint, read_blueprint, stage_of, trained_of
+from trainer.plan.blueprint import (
+    Blueprint,
+    RankLayout,
+    StageBlueprint,
+    layout_of,
+    read_blueprint,
+    stage_of,
+    trained_of,
+)
 from trainer.plan.costs import PlannedMachine
 from trainer.plan.peak_points import adds_gradients
-from trainer.plan.rank_layout import RankLayout, layout_of
 from trainer.plan.rank_memory import RankMemory, memory_of, messages_beside
 from trainer.plan.tape import PassTrace
 from trainer.plan.times import TracedStages, simulated, times_of

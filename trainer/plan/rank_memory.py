@@ -5,10 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainer.optim.formats import PORTION, ROUNDING_BYTES
-from trainer.optim.groups import moments as kept_by
+from trainer.optim.optimizer import moments as kept_by
 from trainer.parallel.offload import BUFFERS, PORTION_BYTES, copies
 from trainer.parallel.schedules import Action, Order, incoming
-from trainer.plan.blueprint import ParameterShape, StageBlueprint, bytes_of, counted, trained_of
+from trainer.plan.blueprint import (
+    ParameterShape,
+    RankLayout,
+    StageBlueprint,
+    bytes_of,
+    counted,
+    trained_of,
+)
 from trainer.plan.peak_points import (
     PeakPoint,
     ShardedStage,
@@ -17,7 +24,6 @@ from trainer.plan.peak_points import (
     ddp_points,
     gather_bytes,
 )
-from trainer.plan.rank_layout import RankLayout
 from trainer.plan.tape import PassTrace
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import offload, sharding

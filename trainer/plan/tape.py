@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from trainer.plan.live import LiveTensors
-from trainer.plan.storages import storage_of
+from trainer.plan.storages import LiveTensors, storage_of
 from trainer.plan.work import FusedOperators, KernelWork, Work, is_kernel, kernel_of
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from trainer.parallel.mesh import EXPERT, LAYERS, PIPELINE
 from trainer.parallel.schedules import ActionSequence, Kind, Order, Simulation, simulate
-from trainer.plan.blueprint import StageBlueprint, bytes_of, counted
+from trainer.plan.blueprint import RankLayout, StageBlueprint, bytes_of, counted
 from trainer.plan.costs import (
     ADDITION_TRAFFIC,
     BANDWIDTH_SHARE,
@@ -22,7 +22,6 @@ from trainer.plan.costs import (
     UPDATE_TRAFFIC,
     PlannedMachine,
 )
-from trainer.plan.rank_layout import RankLayout
 from trainer.plan.tape import PassTrace
 from trainer.plan.traffic import (
     Collective,

@@ -9,9 +9,8 @@ from typing import NamedTuple
 from trainer.parallel.ddp import BUCKET_BYTES
 from trainer.parallel.mesh import PIPELINE, REPLICATE, SHARD
 from trainer.parallel.parallelize import DTYPES
-from trainer.plan.blueprint import StageBlueprint, counted, gathered_bytes, trained_of
+from trainer.plan.blueprint import RankLayout, StageBlueprint, counted, gathered_bytes, trained_of
 from trainer.plan.costs import NETWORK_SHARE, PLATEAU, PlannedMachine
-from trainer.plan.rank_layout import RankLayout
 from trainer.plan.tape import PassTrace
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import exact, sharding

@@ -170,7 +170,7 @@ def _check_world(
         with refusals:
             check_matmul(recipe, blocks, capability_here())
     if optimizer.groups:
-        from trainer.optim.groups import check_patterns
+        from trainer.optim.optimizer import check_patterns
 
         with refusals:
             check_patterns([name for name, _ in model.named_parameters()], optimizer)
@@ -356,7 +356,7 @@ def _check_room(recipe: Recipe, model: nn.Module, local_world_size: int, holders
     a model and its optimizer state are sharded."""
     if recipe.strategy.offload_directory is None:
         return
-    from trainer.optim.groups import moments
+    from trainer.optim.optimizer import moments
     from trainer.parallel.offload import copies
 
     directory = Path(recipe.strategy.offload_directory)

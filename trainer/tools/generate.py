@@ -22,8 +22,7 @@ from trainer.models import Decoder, Family, read_config
 from trainer.models.family import find_family
 from trainer.models.hf import NotOursError
 from trainer.models.model_files import CONFIG, GENERATION_CONFIG, stop_ids
-from trainer.models.stacks import apart
-from trainer.models.ties import tie_again, ties_of
+from trainer.models.parameter_names import apart, tie_again, ties_of
 from trainer.models.transformers_model import TextModel, build_theirs
 from trainer.run.identity import weights_digest
 from trainer.tasks.model_blocks import repeated_blocks

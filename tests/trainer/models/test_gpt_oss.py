@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel
 from tests.their_models import separate_loss
 from trainer.models import Decoder, read_config
 from trainer.models.family import family_of
-from trainer.models.stacks import apart
-from trainer.optim.groups import method_of, named_groups
+from trainer.models.parameter_names import apart
+from trainer.optim.optimizer import method_of, named_groups
 from trainer.parallel.context import problem_of
 from trainer.parallel.tensor import kinds_of
 from trainer.recipe import Optimizer, RecipeError

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from trainer.models import Decoder, config_json, init_parameter, read_config
 from trainer.models.families.qwen3_moe import MoE, move_biases
 from trainer.models.family import family_of
-from trainer.models.stacks import apart
+from trainer.models.parameter_names import apart
 from trainer.recipe.architecture import Architecture
 from trainer.tools.generate import empty_model, load_weights
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import soak
-from trainer.optim import formats, fused, method
+from trainer.optim import formats, method
 from trainer.optim.formats import BLOCK, in_float32, noise, places_of, portions_of, stored
 from trainer.optim.method import update
 from trainer.optim.optimizer import build_optimizer, state_of
@@ -200,7 +200,7 @@ def test_one_kernel_rounds_as_portions_do(how, master, compiled, monkeypatch):
     wanted = trained(alone, options, master, exact=False)[2]
     monkeypatch.setattr(method.MethodOptimizer, "_compiles", lambda *_: True)
     if not compiled:
-        monkeypatch.setattr(method, "compiled", lambda: fused.update_rows)
+        monkeypatch.setattr(method, "compiled", lambda: method.update_rows)
     found = trained(alone, options, master, exact=False)[2]
     assert found.keys() == wanted.keys()
     same = total = 0

@@ -24,8 +24,7 @@ from trainer.parallel import pipeline
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallelize import parallelize
 from trainer.plan import predict
-from trainer.plan.live import LiveTensors
-from trainer.plan.storages import nbytes, storages
+from trainer.plan.storages import LiveTensors, nbytes, storages
 from trainer.recipe import load_recipe
 from trainer.tasks.task import bare_model
 

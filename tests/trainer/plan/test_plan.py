@@ -20,7 +20,7 @@ from trainer.models.hf import config_json
 from trainer.parallel import expert, tensor
 from trainer.parallel.parallelize import DTYPES
 from trainer.plan import predict
-from trainer.plan.blueprint import read_blueprint, stage_of, trained_of
+from trainer.plan.blueprint import layout_of, read_blueprint, stage_of, trained_of
 from trainer.plan.costs import (
     DISK_BANDWIDTH,
     HOST_BANDWIDTH,
@@ -30,7 +30,6 @@ from trainer.plan.costs import (
     describe_machine,
 )
 from trainer.plan.imagined_ranks import ImaginedRanks, imagined_ranks
-from trainer.plan.rank_layout import layout_of
 from trainer.plan.search import (
     ROOM,
     _enough_nodes,

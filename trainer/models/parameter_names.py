@@ -1,14 +1,33 @@
-"""Stacked weights: one tensor in the model, one tensor per row in published files."""
+"""Parameters with several names: tied weights, one parameter with several FQNs; and stacked
+weights, one tensor in the model and one tensor per row in published files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from checkpointing.format.plan import local_boxes
 from checkpointing.format.tensors import local_tensor, specs_of
+
+
+def ties_of(model: nn.Module) -> dict[str, str]:
+    """Return for each further name of a tied parameter its first name."""
+    first: dict[nn.Parameter, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    first_names = {name: first.setdefault(parameter, name) for name, parameter in named}
+    return {name: known for name, known in first_names.items() if known != name}
+
+
+def tie_again(model: nn.Module, ties: Mapping[str, str]) -> None:
+    """Tie parameters again that `nn.Module._apply` has separated, as it does when it moves weights
+    off the meta device. `ties`: see `ties_of`."""
+    for name, first in ties.items():
+        parent, _, key = name.rpartition(".")
+        module, weight = model.get_submodule(parent), model.get_parameter(first)
+        if module._parameters[key] is not weight:
+            module.register_parameter(key, weight)
 
 
 def apart(tensors: Mapping[str, Tensor], stacks: Sequence[str]) -> dict[str, Tensor]:
