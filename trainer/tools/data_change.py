@@ -83,8 +83,8 @@ def change_data(
 
 def _check(run: Path, change: DataChange, directory: str) -> None:
     """Open the changed data as the run will, so that a wrong change fails now, not in the run."""
+    from trainer.run.provenance import where_it_lies
     from trainer.tasks.task import open_streams
-    from trainer.tools.run_inputs import where_it_lies
 
     recipe = load_recipe(run / "recipe.yaml", kept=True)
     refuse_taken_names(recipe, change, directory)

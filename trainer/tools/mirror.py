@@ -1,7 +1,10 @@
 """Copies runs, checkpoints and folders from a bucket into temporary directories, for tools that
-read local directories. Imports no torch."""
+read local directories. A killed command cannot delete its temporary directory, so the next command
+does. Imports no torch."""
 
 import logging
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,14 +14,15 @@ from pathlib import Path
 from checkpointing.errors import CheckpointError, explain
 from checkpointing.format.layout import BLOCK_BYTES, OPTIMIZER, TRAINER_STATE
 from checkpointing.format.untrusted import is_plain
+from checkpointing.storage.folders import LockedFolder, hold
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
 from checkpointing.storage.steps import StoredFileReader, open_step, storage_of
 from checkpointing.tools.inspect import StepChoice, find_checkpoint
 from elastic.record.history import LedgerError
+from trainer.recipe import RecipeError
 from trainer.run.parts import BucketRecordCopy
 from trainer.run.terms import TERMS
-from trainer.tools.scratch import scratch_folder
 
 logger = logging.getLogger(__name__)
 
@@ -125,3 +129,43 @@ def local_model(path: ObjectPath, step: StepChoice = None) -> Iterator[Path]:
                 for block in range(-(-record.size // BLOCK_BYTES)):
                     file.write(blocks.held(blocks.check(block)))
         yield top
+
+
+PREFIX = "perdure-scratch-"
+TRIES = 3
+"""Attempts to lock a new folder, which another command may find and delete first."""
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yield an empty folder, and delete it afterwards. First delete the folders that killed
+    commands of this user have left. Raises RecipeError if no folder can be created."""
+    try:
+        for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+            if lock := hold(left):
+                _delete(left, lock)
+        path, lock = _locked_folder()
+    except OSError as error:
+        raise RecipeError(
+            f"no temporary folder: {error.strerror}; set TMPDIR to a directory with room"
+        ) from error
+    try:
+        yield path
+    finally:
+        _delete(path, lock)
+
+
+def _locked_folder() -> tuple[Path, LockedFolder | None]:
+    """Create a folder, with a lock that shows other commands that the folder is in use. The lock is
+    None where files cannot be locked; no command then deletes a folder of another."""
+    for _ in range(TRIES):
+        path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        if lock := hold(path):
+            break
+    return path, lock
+
+
+def _delete(path: Path, lock: LockedFolder | None) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    if lock:
+        lock.close()

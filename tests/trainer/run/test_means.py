@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.checkpointing.worlds import run_ranks
 from trainer.recipe import RecipeError
-from trainer.run.means import ScalarNames
+from trainer.run.state import ScalarNames
 
 ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
 

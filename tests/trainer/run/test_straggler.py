@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.group.batch_plan import plan_batch
-from trainer.run.straggler import StragglerState, compare_ranks
+from trainer.run.speed import StragglerState, compare_ranks
 
 
 def said(*windows, sequences=None):

@@ -7,7 +7,7 @@ import tempfile
 import pytest
 
 from trainer.recipe import RecipeError
-from trainer.tools.scratch import scratch_folder
+from trainer.tools.mirror import scratch_folder
 
 
 def test_what_a_killed_command_leaves_is_deleted_by_the_next(tmp_path, monkeypatch):

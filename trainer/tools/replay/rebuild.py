@@ -28,12 +28,11 @@ from trainer.run.compiled import keep_caches_closed
 from trainer.run.identity import computed_by, identify
 from trainer.run.metrics import Log
 from trainer.run.micro_batch import noted
-from trainer.run.provenance import other_data
+from trainer.run.provenance import AwayError, kept_recipe, other_data, where_it_lies
 from trainer.run.reference import Reference
 from trainer.run.saves import contents, load_beginning, restore
 from trainer.run.state import Run
 from trainer.tasks.task import build_task
-from trainer.tools.run_inputs import AwayError, kept_recipe, where_it_lies
 
 
 @dataclass(frozen=True)

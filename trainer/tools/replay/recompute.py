@@ -31,6 +31,7 @@ from trainer.data.shards import DataError
 from trainer.recipe.errors import known_errors, lines
 from trainer.recipe.strategies import exact
 from trainer.run.evaluate import evaluate
+from trainer.run.provenance import AwayError
 from trainer.run.state import Run
 from trainer.run.step import Gradients, Inputs, consumed, gradients, not_finite_anywhere, train_step
 from trainer.tools.compare.compare import TOLERANCE
@@ -46,7 +47,6 @@ from trainer.tools.replay.lineage import Lineage, StepSpan, beginning, newest_li
 from trainer.tools.replay.rebuild import Sources, go_back, keep_state, rebuilt
 from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, ReplayRequest
 from trainer.tools.replay.why import why
-from trainer.tools.run_inputs import AwayError
 
 SHOWN = 5
 """Largest number of problems of a span of steps that are printed."""

@@ -17,6 +17,7 @@ from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import StartLine
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.strategies import exact, together
+from trainer.tools.mirror import scratch_folder
 from trainer.tools.replay.lineage import (
     Lineage,
     StepSpan,
@@ -28,7 +29,6 @@ from trainer.tools.replay.lineage import (
 )
 from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, ReplayRequest
 from trainer.tools.report.report import clock
-from trainer.tools.scratch import scratch_folder
 from trainer.tools.torchrun import run_ranks
 
 

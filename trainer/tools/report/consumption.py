@@ -23,9 +23,16 @@ from trainer.data.order import Order, sample_digest
 from trainer.data.sample_stream import size_in
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.errors import known_errors
-from trainer.run.provenance import digest_of, other_data, recipe_file
+from trainer.run.provenance import (
+    AwayError,
+    digest_of,
+    kept_recipe,
+    numbers_of,
+    other_data,
+    recipe_file,
+    where_it_lies,
+)
 from trainer.tasks.task import open_streams
-from trainer.tools.run_inputs import AwayError, kept_recipe, numbers_of, where_it_lies
 
 MOST_SAMPLES, MOST_TOKENS = 5_000_000, 100_000_000
 """Largest number of samples located, and of tokens read, for one check. In a longer run only evenly
