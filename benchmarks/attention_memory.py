@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.support import arguments, report, run, spread
-from trainer.data.documents import cu_seqlens_of
+from trainer.data.packing import cu_seqlens_of
 from trainer.models.attention import Documents, attend, choose_attention, locate
 from trainer.models.decoder import Decoder
 from trainer.parallel.activations import apply_activation_checkpointing

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from benchmarks.support import QUICKSTART, arguments, report, run, torchrun
 from elastic.world import World, join_world, leave_world
-from trainer.data.documents import cu_seqlens_of
+from trainer.data.packing import cu_seqlens_of
 from trainer.models import Decoder, init_parameter
 from trainer.optim.method import update
 from trainer.optim.optimizer import build_optimizer, set_rate

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.gpu.machine import seconds
 from benchmarks.gpu.setting import Setting
-from trainer.data.documents import cu_seqlens_of
+from trainer.data.packing import cu_seqlens_of
 from trainer.models.families.qwen3_moe import swiglu
 from trainer.parallel import context
 from trainer.parallel.context import Ring

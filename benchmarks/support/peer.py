@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic import usable_cores
-from trainer.data.documents import cu_seqlens_of
+from trainer.data.packing import cu_seqlens_of
 from trainer.models import Decoder, init_parameter, read_config
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.architecture import Architecture
@@ -118,7 +118,7 @@ class Job:
     def micro_batches(self) -> Iterator[dict[str, Tensor]]:
         """This rank's micro-batches on its device, without end: `input_ids` and `labels`, each
         (micro_batch, seq_len) int64, and with `data.document_mask` also `cu_seqlens`, see
-        `trainer.data.documents`."""
+        `trainer.data.packing`."""
         rows, length = self.recipe.micro_batch, self.recipe.data.seq_len
         source = Path(self.recipe.data.sources[0].path)
         index = json.loads((source / "index.json").read_text())

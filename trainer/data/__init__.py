@@ -3,7 +3,6 @@ loader.py read; a user's `Samples`, in the order of order.py; or a user's `Strea
 own order."""
 
 from trainer.data.order import Order
-from trainer.data.samples import Samples
-from trainer.data.stream import Stream
+from trainer.data.stream import Samples, Stream
 
 __all__ = ["Order", "Samples", "Stream"]

@@ -24,7 +24,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from checkpointing.storage.place import Place
 from elastic.group.batch_plan import BatchPlan
 from elastic.process import die_with_parent
-from trainer.data.documents import cu_seqlens_of
 from trainer.data.order import BLOCK, ORDER_VERSION, Order, block_counts, sample_digest
 from trainer.data.packing import (
     PACKING_VERSION,
@@ -32,12 +31,12 @@ from trainer.data.packing import (
     Pack,
     PackedSequence,
     TokenWindows,
+    cu_seqlens_of,
     packing_of,
 )
-from trainer.data.samples import IGNORED_LABEL
 from trainer.data.shards import DataError, Reader, TokenDataset
 from trainer.data.stages import DataSetOrder, fingerprints_of
-from trainer.data.stream import CONSUMED, COUNTED, AccountedStream, Stream
+from trainer.data.stream import CONSUMED, COUNTED, IGNORED_LABEL, AccountedStream, Stream
 
 if TYPE_CHECKING:
     from trainer.recipe.sections import DataCache
@@ -52,7 +51,7 @@ SENT_BYTES = 1 << 20
 
 DocumentForm: TypeAlias = Literal["document_ids", "cu_seqlens"]
 """Form of a micro-batch's document boundaries: an id per token, (B, T) int32, or
-`trainer.data.documents.cu_seqlens_of`."""
+`trainer.data.packing.cu_seqlens_of`."""
 
 
 class TokenStream:

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from trainer.data.order import ORDER_VERSION, Order, sample_digest
-from trainer.data.samples import IGNORED_LABEL
 from trainer.data.shards import DataError
-from trainer.data.stream import COUNTED
+from trainer.data.stream import COUNTED, IGNORED_LABEL
 from trainer.recipe.factory import failure
 from trainer.recipe.seeds import stable_seed
 

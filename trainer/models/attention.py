@@ -4,7 +4,7 @@
 document begins skips the pairs of tokens that a (T, T) mask would hide. `locate` prepares one of
 three ways:
 
-- *varlen*: the offsets of documents (`cu_seqlens`, see `trainer.data.documents`). On CUDA they go
+- *varlen*: the offsets of documents (`cu_seqlens`, see `trainer.data.packing`). On CUDA they go
   to the variable-length form of FlashAttention (Dao 2023). On a CPU torch's flash kernel is called
   once per document.
 - *flex*: a `BlockMask` for FlexAttention (Dong et al. 2024), for dtypes, heads and GPUs that
@@ -139,7 +139,7 @@ def locate(
     does not work.
 
     Args:
-        cu_seqlens: see `trainer.data.documents`.
+        cu_seqlens: see `trainer.data.packing`.
         shape: (B, T).
         dtype, head_dim, requested, sinks: see `choose_attention`.
         window: number of tokens that each token sees, itself included; None: all before it.

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpointing.format.nf4 import weights_in
-from trainer.data.documents import cu_seqlens_of
+from trainer.data.packing import cu_seqlens_of
 from trainer.models.attention import Documents, Requested, attend, locate
 from trainer.models.family import Family, family_of
 from trainer.models.loss import HeadLoss, preference_loss
@@ -328,7 +328,7 @@ class Decoder(nn.Module):
             document_ids: (B, T) integers; attention stays inside runs of equal ids. Positions count
                 over the whole sequence: RoPE depends only on their differences. Synchronises with a
                 GPU.
-            cu_seqlens: `trainer.data.documents.cu_seqlens_of` documents; does not synchronise.
+            cu_seqlens: `trainer.data.packing.cu_seqlens_of` documents; does not synchronise.
             hidden: (B, T, D), output of the previous part of the model.
             positions: (T,) integers, positions in the sequence; None: 0 to T - 1.
             documents: boundaries of documents for attention in a ring, which sees more tokens than

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.data.samples import IGNORED_LABEL
+from trainer.data.stream import IGNORED_LABEL
 from trainer.recipe.sections import Objective
 
 LOGITS_ON_CPU = 1 << 27

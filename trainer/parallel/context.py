@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.data.samples import IGNORED_LABEL
+from trainer.data.stream import IGNORED_LABEL
 from trainer.models.attention import Documents
 from trainer.models.decoder import Attention, Decoder
 from trainer.models.loss import label_count, on_gpu
@@ -103,7 +103,7 @@ def attention_blocks(
     chunks `others`; blocks of equal chunks come first. Does not synchronise with a GPU.
 
     Args:
-        cu_seqlens: document ends in the whole sequences, see `trainer.data.documents`; None without
+        cu_seqlens: document ends in the whole sequences, see `trainer.data.packing`; None without
             documents.
         rows: B.
         own, others: see `chunks`.

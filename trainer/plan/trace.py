@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainer.data.documents import room_for_documents
+from trainer.data.packing import room_for_documents
 from trainer.models.decoder import Decoder
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.parallelize import cut_layers

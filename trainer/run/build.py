@@ -21,8 +21,7 @@ from elastic.node.recall import RecallSocket
 from elastic.process import usable_cores
 from elastic.world import limit_waits, read_environment
 from trainer.data.loader import later_stages, requested_ahead
-from trainer.data.samples import IGNORED_LABEL
-from trainer.data.stream import AccountedStream
+from trainer.data.stream import IGNORED_LABEL, AccountedStream
 from trainer.models.decoder import Decoder
 from trainer.models.transformers_model import TransformersModel
 from trainer.optim.optimizer import build_optimizer

