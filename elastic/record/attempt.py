@@ -1,11 +1,168 @@
-"""The lines of a ledger that one start of training processes wrote."""
+"""An attempt: the lines of a ledger that one start of training processes wrote. Its step lines are
+stored in columns: a million lines are counted in milliseconds."""
 
-from collections.abc import Mapping
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
+
+import numpy as np
 
 from elastic.record.ledger import StartLine
-from elastic.record.steps import StepLines
+
+_WHOLE, _REAL = ("step", "first", "after_last", "line"), ("seconds", "after", "loss", "norm")
+_ABSENT = -math.inf
+"""In a column of losses or norms: the line has no such value. No line can hold this number."""
+
+
+class StepLine(NamedTuple):
+    """A line that records an optimizer step."""
+
+    step: int
+    first: int
+    """First sequence that the step consumed."""
+    after_last: int
+    """Sequence after the last one consumed."""
+    seconds: float
+    after: float
+    """Seconds from the start line to the end of the step."""
+    skipped: str
+    """Why the update was skipped, see [Note: verdicts] of ledger.py; "": it was not."""
+    line: int
+    loss: float | None = None
+    """NaN: the loss was not finite. None: the line has no loss."""
+    norm: float | None = None
+    """Norm of the gradient, perhaps not finite. None: the line has no norm."""
+    consumed: str | None = None
+
+
+class StepLines(Sequence[StepLine]):
+    """The step lines of an attempt, in the order of the file."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, array[Any]] = {
+            **{name: array("q") for name in _WHOLE},
+            **{name: array("d") for name in _REAL},
+        }
+        self._consumed: list[str | None] = []
+        self._skipped: dict[int, str] = {}
+        """Index of a line whose update was skipped → why."""
+        names = ("step", "first", "after_last", "seconds", "after", "line", "loss", "norm")
+        self._adders = tuple(self._columns[name].append for name in names)
+        self.highest = -1
+        """The highest step; -1: there is no line."""
+
+    def append(self, one: StepLine) -> None:
+        """Add a step line. Raises OverflowError if a number has more than 64 bits."""
+        if max(abs(one.first), abs(one.after_last), one.step) >= 1 << 63:
+            raise OverflowError("a number that no run writes")
+        if one.skipped:
+            self._skipped[len(self)] = one.skipped
+        loss = _ABSENT if one.loss is None else one.loss
+        norm = _ABSENT if one.norm is None else one.norm
+        values = (one.step, one.first, one.after_last, one.seconds, one.after, one.line, loss, norm)
+        for add, value in zip(self._adders, values, strict=True):
+            add(value)
+        self._consumed.append(one.consumed)
+        self.highest = max(self.highest, one.step)
+
+    def __len__(self) -> int:
+        return len(self._consumed)
+
+    @overload
+    def __getitem__(self, index: int) -> StepLine: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StepLine]: ...
+    def __getitem__(self, index: int | slice) -> StepLine | list[StepLine]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        of = self._columns
+        loss, norm = of["loss"][index], of["norm"][index]
+        return StepLine(
+            int(of["step"][index]), int(of["first"][index]), int(of["after_last"][index]),
+            of["seconds"][index], of["after"][index], self._skipped.get(index, ""),
+            int(of["line"][index]), None if loss == _ABSENT else loss,
+            None if norm == _ABSENT else norm, self._consumed[index],
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[StepLine]:
+        return (self[index] for index in range(len(self)))
+
+    def column(self, name: str) -> np.ndarray:
+        """Returns a copy of a column, as int64 or float64."""
+        return np.array(self._columns[name])
+
+    def skipped(self) -> list[StepLine]:
+        return [self[index] for index in self._skipped]
+
+    def lack(self, name: str) -> bool:
+        """Whether some line lacks the field `name`: loss, norm or consumed. True for a name that no
+        line has."""
+        if name == "consumed":
+            return None in self._consumed
+        return name not in _REAL or bool((self.column(name) == _ABSENT).any())
+
+    def find(self, number: int) -> StepLine | None:
+        numbers = self._columns["step"]
+        if not numbers:
+            return None
+        guess = number - int(numbers[0])  # right if each step follows the one before
+        if 0 <= guess < len(self) and numbers[guess] == number:
+            return self[guess]
+        try:
+            return self[numbers.index(number)]
+        except (ValueError, OverflowError):
+            return None
+
+    def beyond(self, number: int) -> StepLine | None:
+        if self.highest <= number:
+            return None
+        return self[int((self.column("step") > number).argmax())]
+
+    def consecutive(self, number: int, cursor: int, batch: int) -> bool:
+        """Whether the lines are the steps after `number`, in order, each with `batch` sequences,
+        beginning with sequence `cursor`."""
+        if max(number, abs(cursor), batch) >= 1 << 62:  # sums would exceed int64
+            return False
+        step, first, after = (self.column(name) for name in ("step", "first", "after_last"))
+        whole = np.arange(number + 1, number + 1 + len(self))
+        begins = np.concatenate(([cursor], after[:-1])) if len(self) else after
+        return bool(
+            np.array_equal(step, whole)
+            and np.array_equal(first, begins)
+            and (after - first == batch).all()
+        )
+
+    def finite(self) -> bool:
+        """Whether no step was skipped, and every recorded loss and norm is finite."""
+        known = [self.column(name) for name in ("loss", "norm")]
+        return not self._skipped and all(np.isfinite(one[one != _ABSENT]).all() for one in known)
+
+    # --- as bytes, to be stored and read again ------------------------------------------------
+
+    def dump(self) -> tuple[dict[str, object], list[bytes]]:
+        """Returns (values that JSON can hold, columns as bytes), for `fill`."""
+        values = {
+            "count": len(self),
+            "skipped": {str(index): why for index, why in self._skipped.items()},
+            "consumed": ",".join(one or "" for one in self._consumed),
+        }
+        return values, [column.tobytes() for column in self._columns.values()]
+
+    def fill(self, values: dict[str, object], columns: Sequence[bytes]) -> None:
+        """Fill an empty object with the result of `dump`, or raise ValueError."""
+        for column, data in zip(self._columns.values(), columns, strict=True):
+            column.frombytes(data)
+        skipped, count = values["skipped"], values["count"]
+        digests = str(values["consumed"]).split(",") if count else []
+        self._consumed = [one or None for one in digests]
+        lengths = {len(digests), count, *(len(column) for column in self._columns.values())}
+        if len(lengths) != 1 or not isinstance(skipped, dict):
+            raise ValueError("columns of different lengths")
+        self._skipped = {int(index): str(why) for index, why in skipped.items()}
+        self.highest = max(self._columns["step"], default=-1)
 
 
 class RollbackLine(NamedTuple):

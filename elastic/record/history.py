@@ -18,11 +18,10 @@ from typing import Any
 
 from elastic.exits import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, EXIT_REQUEUE
 from elastic.node.files import open_to_read
-from elastic.record.attempt import Attempt, RollbackLine
+from elastic.record.attempt import Attempt, RollbackLine, StepLine
 from elastic.record.ledger import LEDGER, StartLine
 from elastic.record.lines import WrongValueError, read_line
 from elastic.record.proof import problems_of
-from elastic.record.steps import StepLine
 
 PLANNED = (EXIT_DONE, EXIT_REQUEUE, EXIT_PAUSED, EXIT_INTERRUPTED)
 

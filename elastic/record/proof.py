@@ -4,8 +4,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from elastic.record.attempt import Attempt, RollbackLine
-from elastic.record.steps import StepLine
+from elastic.record.attempt import Attempt, RollbackLine, StepLine
 
 UNRECORDED_STEPS = 3
 """Largest number of steps that a killed process may have completed without writing their lines."""

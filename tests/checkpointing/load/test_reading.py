@@ -24,10 +24,9 @@ from checkpointing.format.layout import MODEL, FileRecord, TensorMeta, lay_out
 from checkpointing.format.plan import local_boxes, merged
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.load import fill, read_plan
-from checkpointing.load.fill import read_tensors
+from checkpointing.load.fill import SharedWindow, make_window, read_tensors
 from checkpointing.load.read_plan import blocks_and_gaps, intersection, plan_reads, slabs
 from checkpointing.load.segments import CheckpointFiles
-from checkpointing.load.window import SharedWindow, make_window
 from checkpointing.ranks import RankGroup
 from checkpointing.storage.steps import storage_of
 from tests.checkpointing.format.test_plan import worlds

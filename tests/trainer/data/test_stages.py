@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from elastic.record.attempt import Attempt
+from elastic.record.attempt import Attempt, StepLine
 from elastic.record.ledger import StartLine
 from elastic.record.proof import problems_of
-from elastic.record.steps import StepLine
 from tests.distributed.jobs import SOAK
 from trainer.data import order, stages
 from trainer.data.loader import TokenStream, later_stages

@@ -7,10 +7,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from elastic.record.attempt import Attempt, RollbackLine
+from elastic.record.attempt import Attempt, RollbackLine, StepLine, StepLines
 from elastic.record.history import LedgerError
 from elastic.record.ledger import StartLine
-from elastic.record.steps import StepLine, StepLines
 from trainer.data.loader import TokenStream
 from trainer.data.prepare.prepare import prepare
 from trainer.data.stream import COUNTED, IGNORED_LABEL

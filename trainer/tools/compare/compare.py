@@ -13,8 +13,8 @@ from typing import Any
 
 from checkpointing.storage.folders import collect_memory
 from checkpointing.storage.place import location
+from elastic.record.attempt import StepLine
 from elastic.record.history import LedgerError, read_history
-from elastic.record.steps import StepLine
 from trainer.plan import predict
 from trainer.recipe import RecipeError
 from trainer.run.preflight import check_inputs, check_optimizer

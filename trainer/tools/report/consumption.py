@@ -16,8 +16,8 @@ import numpy as np
 
 from checkpointing.errors import StorageError
 from elastic.node.files import read_text
+from elastic.record.attempt import StepLine
 from elastic.record.history import Attempt, History
-from elastic.record.steps import StepLine
 from trainer.data.loader import TokenStream
 from trainer.data.order import Order, sample_digest
 from trainer.data.sample_stream import size_in
