@@ -39,9 +39,15 @@ def torchrun_handler() -> "Callable[[RendezvousParameters], RendezvousHandler]":
         from elastic.node.program import shadowing_error
 
         _leave_if(shadowing_error("trainer"))
-    from elastic.handler import torchrun_handler as handler
 
-    return handler()
+    def create_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
+        # torch loads every entry point of its group while it imports its own rendezvous, which
+        # elastic/rendezvous.py imports too: hence only when a handler is created.
+        from elastic import rendezvous
+
+        return rendezvous.create_handler(parameters)
+
+    return create_handler
 
 
 def foreign(packages: Sequence[str] = PACKAGES) -> str:

@@ -345,7 +345,7 @@ def test_a_machine_without_a_registry_is_given_what_it_lacks(tmp_path):
         make_wheel(tmp_path / "wheels", name, name)
     lacking = bare("-c", install)
     assert "with the wheels in wheels: perdure's rendezvous" in lacking.stderr
-    handler = "[torchrun.handlers]\nperdure = elastic.handler:torchrun_handler\n"
+    handler = "[torchrun.handlers]\nperdure = perdure:torchrun_handler\n"
     make_wheel(tmp_path / "wheels", "perdure", "of_the_wheel", handler)
     for _ in range(2):  # the second time it is there
         done = bare("-c", install)

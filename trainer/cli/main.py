@@ -13,15 +13,17 @@ from trainer.cli.compare import add_compare_command
 from trainer.cli.data import add_data_command
 from trainer.cli.doctor import add_doctor_command
 from trainer.cli.generate import add_eval_command, add_generate_command
-from trainer.cli.importing import add_import_command
-from trainer.cli.init import add_init_command
 from trainer.cli.launch import add_launch_command
 from trainer.cli.parser import CommandParser, VersionAction
 from trainer.cli.plan import add_plan_command
 from trainer.cli.profile import add_profile_command
-from trainer.cli.recipe import add_recipe_command
-from trainer.cli.replay import add_replay_command
-from trainer.cli.report import add_report_command, add_runs_command, add_watch_command
+from trainer.cli.recipe import add_import_command, add_init_command, add_recipe_command
+from trainer.cli.runs import (
+    add_replay_command,
+    add_report_command,
+    add_runs_command,
+    add_watch_command,
+)
 from trainer.cli.train import add_store_command, add_train_command
 from trainer.recipe.errors import error_text, known_errors
 from trainer.text import show_only_visible
