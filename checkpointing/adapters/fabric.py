@@ -1,7 +1,8 @@
 """Strategies of Lightning Fabric whose `fabric.save` and `fabric.load` use this package.
 
 They are strategies because Fabric gives its CheckpointIO plugins only rank 0's copies, and no
-sharded tensors."""
+sharded tensors. The bases `WithCheckpointers` and `LightningValues` also serve the strategies of
+Lightning's Trainer, whose package brings Fabric."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
-from checkpointing.adapters.strategies import LightningValues, WithCheckpointers
+from checkpointing.checkpointer import Checkpointer
 from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import split_step
 from checkpointing.state import Stateful
@@ -24,6 +25,46 @@ __all__ = [
 ]
 VALUES = "values"
 """Key of the object that holds all plain values."""
+
+
+class LightningValues:
+    """Plain values that a strategy saves in addition to modules and optimizers."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.values = state_dict
+
+
+class WithCheckpointers:
+    """Mixin that holds a `Checkpointer` for each directory. Must precede the strategy among a
+    class's bases. `checkpoint` has options of `Checkpointer`, such as {"keep": 2}."""
+
+    def __init__(
+        self, *args: Any, checkpoint: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._options = dict(checkpoint or {})
+        self._checkpointers: dict[str, Checkpointer] = {}
+
+    def checkpointer(self, directory: str) -> Checkpointer:
+        """Returns the Checkpointer of a directory, to wait for saves and get their outcomes."""
+        if directory not in self._checkpointers:
+            self._checkpointers[directory] = Checkpointer(directory, **self._options)
+        return self._checkpointers[directory]
+
+    def close_checkpoints(self) -> None:
+        """Wait until all checkpoints are written. The program also waits at its end. Raises
+        SaveFailed if the last save in a directory failed."""
+        while self._checkpointers:
+            # removed first: if its save has failed, a second call continues with the others
+            _, checkpointer = self._checkpointers.popitem()
+            with checkpointer:
+                checkpointer.wait()
 
 
 class Checkpointed(WithCheckpointers):

@@ -6,7 +6,7 @@ from typing import Any
 
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
-from checkpointing.adapters.strategies import LightningValues, WithCheckpointers
+from checkpointing.adapters.fabric import LightningValues, WithCheckpointers
 from checkpointing.errors import CheckpointError
 from checkpointing.format.layout import split_step, step_name
 from checkpointing.format.values import from_json, to_json

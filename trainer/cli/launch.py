@@ -17,7 +17,7 @@ from trainer.cli.parser import Commands, add_command, add_recipe, at_least, loca
 from trainer.recipe import RecipeError, load_recipe
 
 if TYPE_CHECKING:
-    from trainer.tools.launch.launch_files import LaunchedRun
+    from trainer.tools.launch_files import LaunchedRun
 
 EXAMPLES = """\
 examples:
@@ -126,7 +126,7 @@ def _gpus(text: str) -> tuple[int, str]:
 
 def _launch(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    from trainer.tools.launch import launch_files
+    from trainer.tools import launch_files
 
     kind, (least, most), own = arguments.kind, arguments.nodes, list(arguments.overrides)
     volume, bucket = (getattr(arguments, name, None) for name in ("volume", "bucket"))

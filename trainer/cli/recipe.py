@@ -12,7 +12,7 @@ from pathlib import Path
 from elastic.exits import EXIT_DONE
 from trainer.cli.parser import Commands, add_command, at_least, local_path, write_new
 from trainer.recipe import RecipeError, recipe_schema, shipped_recipes
-from trainer.recipe.reference_page import recipe_reference
+from trainer.recipe.load import recipe_reference
 from trainer.text import table
 
 SCHEMA = "schema.json"
@@ -106,7 +106,7 @@ def add_init_command(commands: Commands) -> None:
 
 
 def _init(arguments: argparse.Namespace) -> int:
-    from trainer.tools.init.draft import draft, this_machine, with_architecture
+    from trainer.tools.draft import draft, this_machine, with_architecture
 
     # The documentation prepares data in data/NAME.
     there = sorted(str(path.parent) for path in Path("data").glob("*/index.json"))

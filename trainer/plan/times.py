@@ -22,7 +22,7 @@ from trainer.plan.costs import (
     UPDATE_TRAFFIC,
     PlannedMachine,
 )
-from trainer.plan.tape import PassTrace
+from trainer.plan.tape import PassTrace, Work
 from trainer.plan.traffic import (
     Collective,
     elements,
@@ -31,7 +31,6 @@ from trainer.plan.traffic import (
     tied_gradients_of,
     traffic_of,
 )
-from trainer.plan.work import Work
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import offload, sharding
 

@@ -15,7 +15,7 @@ from trainer.recipe import (
     load_recipe,
     recipe_schema,
 )
-from trainer.recipe.reference_page import recipe_reference
+from trainer.recipe.load import recipe_reference
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -1,4 +1,5 @@
-"""Generates the file that launches a run on a cluster.
+"""Generates the file with which `perdure launch` starts a run elsewhere: a batch script, manifests, a
+cloud task.
 
 Templates are Jinja. Values from a command line or a recipe are quoted for their context: `| shell`
 in scripts, `| yaml` in YAML. Values without a filter are numbers, or words that `word` or
@@ -23,7 +24,7 @@ TEMPLATES = {
     "skypilot": "skypilot.yaml",
     "local": "local.sh",
 }
-"""Kind of launch → file in `templates/`."""
+"""Kind of launch → file in `launch_templates/`."""
 WORKSPACE = PurePosixPath("/workspace")
 """Mount point of the shared volume on cloud nodes."""
 KEYS = {
@@ -90,7 +91,7 @@ def render(kind: str, job: LaunchedRun, **options: Any) -> str:
             "that cannot be printed; rename the recipe, or put such values into it"
         )
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "launch_templates"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -1,4 +1,5 @@
-"""Drafts a recipe: sizes from the data, the strategy from the planner, and a reason at each key."""
+"""Drafts a recipe for `perdure init`: sizes from the data, the strategy from the planner, and a
+reason at each key."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from trainer.plan.costs import describe_machine
 from trainer.plan.gpus import listed_name
 from trainer.plan.search import Plan, make_plan
 from trainer.recipe import Recipe, RecipeError, shipped_recipes, validate
-from trainer.recipe.reference_page import yaml_scalar
+from trainer.recipe.load import yaml_scalar
 from trainer.tools.plan_text import recommended
 
 LONGEST, SHORTEST = 4096, 128
@@ -183,7 +184,7 @@ def _render(values: dict[str, Any]) -> str:
         keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters["yaml"] = yaml_scalar
-    template = (Path(__file__).parent / "recipe.yaml").read_text(encoding="utf-8")
+    template = (Path(__file__).parent / "draft.yaml").read_text(encoding="utf-8")
     text = environment.from_string(template).render(values)
     parts = (line.rpartition(" ## ") for line in text.splitlines())
     return "".join(f"{key:<31} # {why}\n" if mark else f"{why}\n" for key, mark, why in parts)

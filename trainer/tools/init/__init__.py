@@ -1,1 +1,0 @@
-"""`perdure init`: writes a planned and commented recipe for a model, data and a machine."""

@@ -1,1 +1,0 @@
-"""`perdure launch`: files that start a run elsewhere: a batch script, manifests, a cloud task."""
