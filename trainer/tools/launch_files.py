@@ -1,5 +1,5 @@
-"""Generates the file with which `perdure launch` starts a run elsewhere: a batch script, manifests, a
-cloud task.
+"""Generates the file with which `perdure launch` starts a run elsewhere: a batch script, manifests,
+a cloud task.
 
 Templates are Jinja. Values from a command line or a recipe are quoted for their context: `| shell`
 in scripts, `| yaml` in YAML. Values without a filter are numbers, or words that `word` or
