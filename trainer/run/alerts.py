@@ -21,7 +21,7 @@ from trainer.recipe.value_types import (
     ThresholdAlert,
     parse_condition,
 )
-from trainer.run.ledger_summary import LedgerSummary
+from trainer.run.events import LedgerSummary
 
 COMMAND_SECONDS, POST_SECONDS = 30.0, 10.0
 """Seconds after which a command is killed, and a webhook abandoned."""

@@ -24,8 +24,7 @@ from elastic.record.history import in_lineage, lineage_of, read_starts
 from elastic.record.ledger import LEDGER, StartLine
 from elastic.record.lines import read_record
 from trainer.run.alerts import Alerts
-from trainer.run.events import EventReader
-from trainer.run.ledger_summary import LedgerSummary
+from trainer.run.events import EventReader, LedgerSummary
 from trainer.run.sinks import Prometheus, Sink, TensorBoard, WeightsAndBiases, own_sink
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"

@@ -16,7 +16,7 @@ from trainer.recipe.value_types import (
     parse_condition,
 )
 from trainer.run.alerts import Alerts
-from trainer.run.ledger_summary import LedgerSummary
+from trainer.run.events import LedgerSummary
 from trainer.run.trackers import to_sink
 
 SIZE = {"global_batch": 8, "world_size": 2}
