@@ -73,7 +73,7 @@ def starts_from_a_recipe(tmp_path):
     assert missing.stderr.endswith("perdure recipe copy quickstart recipes/quickstart.yaml\n")
     for _ in range(2):
         copied = subprocess.run([*command, "recipe", "copy", "quickstart"], check=False, **run)
-    assert copied.stderr == "error: quickstart.yaml: exists already; name another file\n"
+    assert copied.stderr == "error: quickstart.yaml: already exists; name another file\n"
     for name in ("quickstart.yaml", "schema.json"):  # which editors look for beside it
         assert (tmp_path / name).read_text() == (ROOT / "recipes" / name).read_text()
     listed = subprocess.run([*command, "recipe", "ls"], check=True, **run)
