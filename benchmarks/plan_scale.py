@@ -53,7 +53,7 @@ from checkpointing.format.plan import (
     plan_pieces,
     replicated,
 )
-from checkpointing.format.sections import PlanInput
+from checkpointing.format.sections import SavePlanInput
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import specs_digest
 from checkpointing.save.blocks import plan_node
@@ -205,7 +205,7 @@ def _plan(layout: TensorLayout, per_node: int) -> dict[str, Any]:
 
 def plan_rank(
     specs: tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]], nodes: Nodes, rank: int
-) -> tuple[PlanInput, str, dict[str, int], list[TensorPiece]]:
+) -> tuple[SavePlanInput, str, dict[str, int], list[TensorPiece]]:
     """What a rank does before its first save, as TensorCheckpointer does it: the plan for all,
     its digest, the owners of files, and what the rank contributes."""
     of_all: dict[str, TensorSpec] = {}
@@ -225,7 +225,7 @@ def plan_rank(
     stored = {name: at for file in files for name, at in file.tensors.items()}
     pieces = plan_pieces(of_all, stored, near, rank)
     digest = specs_digest(of_all)
-    return PlanInput(of_all, files, indexes, digest), digest, owners, pieces
+    return SavePlanInput(of_all, files, indexes, digest), digest, owners, pieces
 
 
 def _looked_at(nodes: Nodes, layout: TensorLayout) -> list[int]:

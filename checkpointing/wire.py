@@ -28,7 +28,8 @@ _SHARED: set[type] = set()
 
 
 class WireError(Exception):
-    """The bytes do not come from `pack` in a process with the same code."""
+    """The bytes cannot be unpacked: they are too long, malformed, or of a type that this process
+    has not registered."""
 
 
 def register(*kinds: type, shared: bool = False) -> None:

@@ -82,9 +82,10 @@ class Job:
         self._pause_sum = AsyncSum(self._pulse.pause_request)
 
     def end_step(self) -> None:
-        """End the step that was begun, after its save. Called on all ranks.
+        """End the step that was begun. Called on all ranks, after `save` was called for the step.
 
         Raises:
+            RuntimeError: no step was begun.
             SystemExit: the job pauses. Raised on all ranks after the same step.
         """
         pauses = self.due_to_pause()

@@ -120,7 +120,8 @@ def kept_as_subclass(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _own_state(optimizer: torch.optim.Optimizer) -> Any:
-    """Returns the result of an overridden `state_dict`; None if it equals torch's."""
+    """Returns the result of an overridden `state_dict`; None if it equals torch's, and there are no
+    inner optimizers. Raises ValueError if `state_dict` fails or leaves out inner optimizers."""
     kind, torchs = type(optimizer), torch.optim.Optimizer.state_dict
     if getattr(optimizer.state_dict, "__func__", None) is torchs:
         for inner in _inside(optimizer):

@@ -18,7 +18,7 @@ Specs = Mapping[str, TensorSpec]
 
 
 @dataclass(frozen=True)
-class PlanInput:
+class SavePlanInput:
     """Specs and files from which every rank and every writer derives the same plan."""
 
     specs: Specs
@@ -40,7 +40,7 @@ def _prefixed(section: str, values: Mapping[str, T]) -> dict[str, T]:
 
 def plan_input(
     model: Specs, optimizer: Specs, max_shard_bytes: int, of_model: layout.Section = layout.MODEL
-) -> PlanInput:
+) -> SavePlanInput:
     """Decide in which file and where each tensor is stored, from names, dtypes and shapes alone.
     `of_model` is MODEL or ADAPTER."""
     files: list[layout.TensorFile] = []
@@ -52,7 +52,7 @@ def plan_input(
         indexes[section.index] = layout.index_json(of_section)
         files += [replace(file, tensors=_prefixed(prefix, file.tensors)) for file in of_section]
     digest = hashlib.sha256(b"".join(file.header for file in files)).hexdigest()
-    return PlanInput(by_section(model, optimizer), files, indexes, digest)
+    return SavePlanInput(by_section(model, optimizer), files, indexes, digest)
 
 
 def stored_by_name(files: Sequence[layout.TensorFile]) -> dict[str, layout.StoredTensor]:

@@ -81,7 +81,7 @@ def a_name(value: Any) -> str:
 
 def read_object(data: bytes | str) -> dict[str, Any]:
     """Parse the object in a JSON file. Raises ValueError, with a message of one line, if it is no
-    JSON object, too large or nested too deeply."""
+    JSON object, has a name twice, is too large, or is nested too deeply."""
     if len(data) > MAX_JSON_BYTES:
         raise ValueError(f"{len(data)} bytes of JSON, more than {MAX_JSON_BYTES}")
     try:

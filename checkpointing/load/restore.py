@@ -114,7 +114,7 @@ def load_step(
 
 @dataclass(frozen=True)
 class MemoryStep:
-    """A step that a dead run left in memory. Equal on all ranks."""
+    """A step that a dead run left in memory. Equal on all ranks, except for `goal.targets`."""
 
     step: int
     listed: int | None

@@ -26,7 +26,7 @@ from checkpointing.format.plan import (
     plan_file,
     plan_pieces,
 )
-from checkpointing.format.sections import PlanInput
+from checkpointing.format.sections import SavePlanInput
 from checkpointing.save.messages import BlockRange, Key, Position, Slot
 from checkpointing.save.peers import Pull
 from checkpointing.save.slots import Ranges, SlotFiles, ranges_of
@@ -143,7 +143,7 @@ class NodePlan:
     owners: dict[str, int]
 
 
-def plan_node(plan: PlanInput, digest: str, nodes: Nodes, node: int) -> NodePlan:
+def plan_node(plan: SavePlanInput, digest: str, nodes: Nodes, node: int) -> NodePlan:
     owners = assign_files(plan.files, len(nodes))
     stored = {name: tensor for file in plan.files for name, tensor in file.tensors.items()}
     near = {file: nodes[owner] for file, owner in owners.items()}

@@ -6,8 +6,10 @@ would disturb each other.
 [Note: claim] A machine that was cut off or frozen may wake after the other machines have continued
 without it, with a save that it believes to be the newest. Each coordinator therefore claims the
 directory at its first save. It checks that its claim is still the newest at the beginning of every
-save and right before its commit (a fencing token; Kleppmann, Designing Data-Intensive Applications,
-2017, chapter 8). Two runs with the same directory by mistake notice each other in the same way."""
+save and right before its commit (cf. fencing tokens; Kleppmann, Designing Data-Intensive
+Applications, 2017, chapter 8). A new claim also removes the unfinished steps of earlier ones, so
+that a commit after a check that was overtaken fails. Two runs with the same directory by mistake
+notice each other in the same way."""
 
 import json
 import logging
@@ -256,7 +258,8 @@ def _slowly(
     nbytes: int, busy: Callable[[], bool], ending: Callable[[], bool]
 ) -> Callable[[], None]:
     """Returns the function that `StepCommitter.tidy` calls before it reads a block back. It slows
-    the reading down while a save is `busy`, and stops it while the run is `ending`."""
+    the reading down while a save is `busy`. While the run is `ending`, it stops the reading of a
+    step of more than READ_AT_END_BYTES; `nbytes` is the step's size."""
     last = time.monotonic()
 
     def pause() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from checkpointing.errors import RankFailure, explain
 from checkpointing.format.plan import Nodes
-from checkpointing.format.sections import NumberSummary, PlanInput
+from checkpointing.format.sections import NumberSummary, SavePlanInput
 from checkpointing.options import CheckpointOptions
 from checkpointing.save.slots import Ranges, Slots
 from checkpointing.storage.interface import NewStep
@@ -159,7 +159,7 @@ class WantSlots:
     """A rank requests slots for a plan. The first rank of the node attaches the plan."""
 
     digest: str
-    plan: PlanInput | None
+    plan: SavePlanInput | None
 
 
 @dataclass(frozen=True)

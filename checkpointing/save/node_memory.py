@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from checkpointing.errors import explain
-from checkpointing.format.sections import NumberSummary, PlanInput
+from checkpointing.format.sections import NumberSummary, SavePlanInput
 from checkpointing.save import messages as msg
 from checkpointing.save.blocks import NodePlan, plan_node
 from checkpointing.save.peers import Pull, copy_slot, write_manifest
@@ -60,7 +60,7 @@ class NodeMemory:
         self._committed: int | None = None
 
     def make(
-        self, digest: str, plan: PlanInput, done: Callable[[NewSlots | Exception], None]
+        self, digest: str, plan: SavePlanInput, done: Callable[[NewSlots | Exception], None]
     ) -> None:
         """Create slots for a plan in another thread, then call done(slots or an exception)."""
         # Contents of the old slots must not be taken for contents of the new slots.

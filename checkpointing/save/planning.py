@@ -24,7 +24,7 @@ from checkpointing.format.bits import digest_and_finite
 from checkpointing.format.layout import MODEL, Section
 from checkpointing.format.plan import TensorPiece, assign_files, plan_pieces
 from checkpointing.format.sections import (
-    PlanInput,
+    SavePlanInput,
     Specs,
     by_section,
     plan_input,
@@ -51,7 +51,7 @@ class DescribedTensors:
     of_model: Section = MODEL
 
     @cached_property
-    def layout(self) -> PlanInput:
+    def layout(self) -> SavePlanInput:
         """The file and position in which each tensor is stored."""
         return plan_input(*self.specs, self.max_shard_bytes, self.of_model)
 
@@ -61,7 +61,7 @@ class SavePlan:
     """The part of a save that depends only on names, shapes, dtypes and meshes."""
 
     signature: Signature
-    shared: PlanInput
+    shared: SavePlanInput
     """The part of the plan that is equal on all ranks."""
     digest: str
     pieces: list[TensorPiece]

@@ -53,7 +53,7 @@ class Writer:
     def __init__(self, setup: msg.WriterSetup) -> None:
         self.setup, self.node, self.ranks = setup, setup.node, setup.nodes[setup.node]
         directory = location(setup.directory)
-        # Registers the types of this storage with wire.py, so that they can be unpacked.
+        # Imports the module of this storage, which registers its types with wire.py.
         storage_of(directory)
         self.loop = EventLoop()
         self.call_at, self.later = self.loop.call_at, self.loop.later

@@ -94,7 +94,7 @@ class StoredTensorReader(ExitStack):
             yield piece
 
 
-# --- small files ----------------------------------------------------------------------------------
+# --- files beside the weights ---------------------------------------------------------------------
 
 MOST_BYTES, MOST_FILES = 128 << 20, 256
 """Limits for all files together, as they are kept in memory and written to every checkpoint."""

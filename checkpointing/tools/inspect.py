@@ -304,8 +304,8 @@ class Verification:
 
 
 def verify(path: str | Place) -> Verification:
-    """Compare every byte of a checkpoint, or of all checkpoints of a run, with the commit record,
-    even after a problem."""
+    """Verify a checkpoint, or all checkpoints of a run: every byte against the commit record, then
+    the contents, and the pointer `latest`. Goes on after a problem, to report all."""
     result = Verification([])
     for step in find_steps(path):
         result.add(step)

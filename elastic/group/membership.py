@@ -381,9 +381,9 @@ def lose(state: Membership, node: str, now: float, why: str = "node lost") -> Me
 
 
 def lose_unstarted(state: Membership, alarm: int, node: str, now: float, why: str) -> Membership:
-    """End an alarm by removing `node`, which has not started a process for one of its ranks."""
-    calm = end_alarm(state)
-    return lose(calm, node, now, why) if state.alarm == alarm else calm
+    """End the alarm by removing `node`, which has not started a process for one of its ranks. No
+    effect if the alarm has ended."""
+    return lose(end_alarm(state), node, now, why) if state.alarm == alarm else state
 
 
 def close(state: Membership, end: JobEnd) -> Membership:

@@ -7,7 +7,8 @@ memory of the code.
 
 The agent (agent.py) sends one JSON object per message: `{"preload": [module]}`, `{"describe":
 [package, ranks, argument, …]}` (see program.py), `{"spawn": key, "env": {…}}` with the file
-descriptors of a program (see `RankProgram`), and `{"kill": key}`. The zygote answers "describe" by
+descriptors of the fork (program, standard streams, dumps, recall; see `RankProgram`), and
+`{"kill": key}`. The zygote answers "describe" by
 `{"folders": {…}}` and then `{"facts": {…}}`, and "spawn" by `{"started": key, "pid": …}`. It
 reports each ended fork by `{"ended": key, "code": …}`. When the agent ends, so does the zygote, and
 with it every process that it has forked."""

@@ -183,7 +183,8 @@ def _take_step(line: bytes, number: int, attempts: list[Attempt]) -> bool:
         return False
     step, first, after_last, seconds, loss, norm, consumed, after, name = found.groups()
     attempt = attempts[-1]
-    # The line was written late, by a rank 0 that was cut off from the other ranks.
+    # A line that names another attempt was written late, by a rank 0 that was cut off from the
+    # other ranks; `_take` handles it.
     if attempt.start.attempt.encode() != name:
         return False
     lasted = float(after)

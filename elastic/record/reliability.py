@@ -161,8 +161,9 @@ def _first_step_began(attempt: Attempt) -> float:
 
 
 def startup(attempt: Attempt) -> dict[str, float]:
-    """Returns phase → seconds, from the launch of an attempt to its first step. Phases that began
-    before this launch are shortened, as a forked process measures from the launch of its job."""
+    """Returns phase → seconds, from the beginning of an attempt to its first step; "other" is the
+    remainder. An attempt never begins before the last line of the previous one, so phases that
+    reach further back are shortened."""
     end = _first_step_began(attempt) if attempt.steps else attempt.finished
     rest, phases = end - attempt.began, dict(attempt.phases)
     if "first step" in phases and attempt.steps:

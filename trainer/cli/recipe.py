@@ -108,7 +108,7 @@ def add_init_command(commands: Commands) -> None:
 def _init(arguments: argparse.Namespace) -> int:
     from trainer.tools.draft import draft, this_machine, with_architecture
 
-    # The documentation prepares data in data/NAME.
+    # data/NAME is where the documentation puts prepared data.
     there = sorted(str(path.parent) for path in Path("data").glob("*/index.json"))
     question = f"Prepared data{f', such as {there[0]}' if there else ' (by perdure data prepare)'}"
     names = ", ".join(with_architecture())

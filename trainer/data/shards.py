@@ -76,8 +76,9 @@ class DataError(ValueError):
 
 
 def read_index(directory: str | Place) -> dict[str, Any]:
-    """Read index.json of a prepared data set. Raises DataError if the file is missing, malformed,
-    or has an unknown format."""
+    """Read index.json of a prepared data set. Raises DataError if the file is missing,
+    unreadable, malformed, edited or of an unknown format, and StorageError if the bucket does not
+    exist."""
     path = location(directory) / "index.json"
     way_out = f"remove {directory} and prepare the data again"
     if isinstance(path, ObjectPath):

@@ -69,6 +69,6 @@ class AccountedStream(Stream, Protocol):
 
     def fetch_with_digest(self, positions: Sequence[int]) -> tuple[dict[str, Any], tuple[int, int]]:
         """Read a micro-batch and its digest: two numbers below 2**32. The first number covers which
-        samples are at these positions; the second covers their contents, or is 0. Digests of parts
-        sum, modulo 2**32, to the digest of the whole, in any partition. Raises DataError if a
-        sample is damaged."""
+        samples are at these positions; the second covers their contents; it is 0 if samples are
+        random. Digests of parts sum, modulo 2**32, to the digest of the whole, in any partition.
+        Raises DataError if a sample is damaged."""

@@ -265,7 +265,8 @@ def build_theirs(
 
 
 def check_installed(reason: str) -> str:
-    """Version of transformers. Raises RecipeError if it is missing or too old."""
+    """Return the installed version of transformers. Raises RecipeError if it is missing or too old;
+    `reason`: why the model needs it."""
     try:
         installed = version("transformers")
     except PackageNotFoundError:

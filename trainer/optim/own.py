@@ -322,8 +322,8 @@ def _check_kind(name: str, kind: type) -> None:
 
 
 def _kept_beside(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
-    """Return the numbers in an optimizer's attributes beside parameters, state and groups. Private
-    booleans are left out, because they are torch's flags."""
+    """Return attribute → its numbers, for the attributes of an optimizer other than its state,
+    groups and defaults. Private booleans are left out, because they are torch's flags."""
     known = {id(one) for one in tree_leaves([*optimizer.state.values()])}
     known |= {id(one) for group in optimizer.param_groups for one in group["params"]}
     return {

@@ -102,7 +102,7 @@ def parallelize(
             parameter.data = parameter.data.contiguous()
     keep_weights(model, recipe)
     stages: dict[int, Decoder] = {}
-    # A pipeline cuts the model first; everything else is then applied to each stage.
+    # A pipeline cuts the model first; `_apply` then treats each stage as a model.
     blocks_of: dict[nn.Module, Sequence[nn.Module]] = {model: blocks}
     costs: list[float] = []
     if pp.ranks(strategy) > 1:
@@ -314,7 +314,7 @@ def rejoin(model: ParallelModel, mesh: Mesh, new: Mesh) -> tuple[ParallelModel, 
         _take_groups_of_fsdp(group)
     _drop_step_of_fsdp(module)
     for part in module.modules():
-        if forget := getattr(part, "forget_step", None):  # routers count tokens
+        if forget := getattr(part, "forget_step", None):  # routers counted the failed step's tokens
             forget()
     if model.context and mesh.ring:
         model.context.group = mesh.ring

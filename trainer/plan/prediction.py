@@ -252,7 +252,8 @@ def _of_node(
     on_host: int,
     on_disk: int,
 ) -> dict[str, Any]:
-    """Return the sizes of a checkpoint and on a node. `on_host`, `on_disk`: bytes of each rank."""
+    """Return the bytes of a checkpoint, of a slot, and of a node's memory and disk, by the names of
+    the fields. `on_host`, `on_disk`: bytes of each rank there."""
     adapter = recipe.model.adapter  # checkpoints hold only trained weights
     units = [trained_of(unit) if adapter else unit for unit in blueprint.units]
     saved = sum(shape.saved_bytes for unit in units for shape in unit)

@@ -48,7 +48,7 @@ def parsed(values: Any) -> list[DataChange]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
-        raise ValueError(f"no list of changes: {key}: {first['msg']}") from error
+        raise ValueError(f"not a valid change of the data: {key}: {first['msg']}") from error
 
 
 def with_changes(recipe: Recipe, changes: Iterable[DataChange], file: str) -> Recipe:

@@ -44,7 +44,7 @@ from trainer.tasks.task import Task, optimizer_options
 from trainer.tasks.text_model import documents_for
 
 if TYPE_CHECKING:
-    from trainer.run.balance import SpeedShares
+    from trainer.run.balance import SpeedBalance
 
 logger = logging.getLogger(__name__)
 
@@ -262,16 +262,16 @@ def start_line(
 @contextmanager
 def shares_by_speed(
     recipe: Recipe, mesh: Mesh, plan: BatchPlan, model: ParallelModel, task: Task
-) -> Iterator["SpeedShares | None"]:
+) -> Iterator["SpeedBalance | None"]:
     """Context in which forward passes are timed for `batch.balance: speed`. Yields the object that
     chooses the shares of ranks, or None if all shares are equal, as in `plan`."""
     if recipe.batch.balance == "equal" or mesh.dp_size == 1:
         yield None
         return
-    from trainer.run.balance import SpeedShares  # imported only where the recipe uses it
+    from trainer.run.balance import SpeedBalance  # imported only where the recipe uses it
 
     ahead = requested_ahead(task.stream, recipe.data.workers)
-    balance = SpeedShares(recipe, mesh, plan, ahead)
+    balance = SpeedBalance(recipe, mesh, plan, ahead)
     with balance.timing(model.module):
         yield balance
 

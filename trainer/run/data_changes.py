@@ -80,8 +80,9 @@ class DataChanges:
 
     def _accept(self, change: DataChange) -> bool:
         """Save a change for the next start; returns False if it was saved before. Raises
-        RecipeError if it comes too late or does not fit the recipe, OSError or StorageError if it
-        cannot be saved."""
+        RecipeError or DataError if nothing would start the run again, or if the change comes too
+        late or does not fit the recipe and its data; OSError or StorageError if it cannot be
+        saved."""
         run = self._run
         if not supervised():
             raise RecipeError(

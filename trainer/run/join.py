@@ -173,7 +173,8 @@ def hold(recipe: Recipe) -> Iterator[Shipper | None]:
 
 def this_launcher() -> str:
     """Return the id of the process that lives as long as this launch: our agent, or rank 0 if there
-    is none. "" with several nodes, because an agent survives the agents of other nodes."""
+    is none. "" with several nodes, because no process lives exactly as long as their agents
+    together."""
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
         return ""
     return owner(int(os.environ[AGENT])) if supervised() else owner()

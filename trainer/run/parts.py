@@ -108,7 +108,8 @@ def _parsed(names: Iterable[str]) -> list[tuple[int, int, int]]:
 
 
 class PartsReader:
-    """Reads the lines of a run's ledger and metrics. Parts stay in memory once they were read."""
+    """Reads the lines of a run's ledger and metrics. A part stays in memory until a larger part
+    replaces it."""
 
     def __init__(self, run: ObjectPath) -> None:
         self._run = run

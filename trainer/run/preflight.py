@@ -218,7 +218,8 @@ def _check_pass(recipe: Recipe, task: Task, world_size: int) -> None:
     if unused and ddp and not getattr(task.model, "some_unused", False):
         raise RecipeError(
             f"model.factory: {unused[0]} takes no part in the loss, which DDP does not allow; "
-            "set some_unused = True on the module (docs/extending.md), or strategy.name=fsdp"
+            "set some_unused = True on the module that the factory returns (docs/extending.md), or "
+            "strategy.name=fsdp with another sharding than OPTIMIZER_STATE"
         )
 
 
@@ -360,8 +361,9 @@ def _check_room(recipe: Recipe, model: nn.Module, local_world_size: int, holders
     from trainer.parallel.offload import copies
 
     directory = Path(recipe.strategy.offload_directory)
-    each = 4 * copies(moments(recipe.optimizer) or ())
-    nbytes = each * sum(p.numel() for p in model.parameters()) * local_world_size // holders
+    trained = copies(moments(recipe.optimizer) or ())  # frozen weights have one copy
+    numbers = sum(p.numel() * (trained if p.requires_grad else 1) for p in model.parameters())
+    nbytes = 4 * numbers * local_world_size // holders
     status = os.statvfs(_existing(directory))
     free = status.f_bavail * status.f_frsize
     if free < nbytes:

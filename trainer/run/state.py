@@ -25,7 +25,7 @@ from trainer.run.metrics import Log, Startup
 from trainer.tasks.task import Task
 
 if TYPE_CHECKING:
-    from trainer.run.balance import SpeedShares
+    from trainer.run.balance import SpeedBalance
     from trainer.run.witness import Witness
 
 
@@ -116,7 +116,7 @@ class Progress:
 
 @dataclass
 class ProcessContext:
-    """What a training process keeps from one attempt to the next."""
+    """What a training process holds during all of its attempts; `startup` is renewed for each."""
 
     arguments: tuple[str, ...]
     """Path of a recipe, and overrides `key.sub=value`."""
@@ -158,7 +158,7 @@ class Run:
     trained: ScalarNames = field(default_factory=ScalarNames)
     validated: ScalarNames = field(default_factory=ScalarNames)
     """Names of the scalars that the model returns in training, and in validation."""
-    balance: "SpeedShares | None" = None
+    balance: "SpeedBalance | None" = None
     """Changes shares for `batch.balance: speed`; None: `plan` is always in force."""
     witness: "Witness | None" = None
     """Compares gradients between ranks; None: the recipe does not ask for it."""

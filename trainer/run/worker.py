@@ -171,8 +171,8 @@ def release_attempt(process: ProcessContext) -> None:
 
 
 def grow_segments() -> None:
-    """Set CUDA's allocator to expandable segments, unless the user has set its options. Tensors of
-    changing sizes then leave less memory unused. Called before the allocator starts, because it
-    reads the variable once."""
+    """Make CUDA's allocator use expandable segments, by its environment variable, unless the user
+    has set that. Tensors of changing sizes then leave less memory unused. Called before CUDA's
+    first allocation, because the variable is read once."""
     if not os.environ.keys() & set(ALLOCATOR_OPTIONS):
         os.environ[ALLOCATOR_OPTIONS[0]] = "expandable_segments:True"

@@ -239,8 +239,8 @@ def give_next_tokens(recipe: Recipe, model: nn.Module) -> list[str]:
     if not any(one.kind is one.VAR_KEYWORD or one.name == "shift_labels" for one in parameters):
         raise RecipeError(
             f"model.factory: {what} shifts labels by one, but labels of prepared data are the next "
-            "tokens already, and its forward takes no shift_labels; compute the loss in a module "
-            "around it"
+            "tokens already, and its forward takes no shift_labels; upgrade transformers if the "
+            "model is from there, or compute the loss in a module around it"
         )
 
     def add(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:

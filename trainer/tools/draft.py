@@ -178,7 +178,7 @@ def _power_of_two(wanted: int, least: int, most: int) -> int:
 
 
 def _render(values: dict[str, Any]) -> str:
-    """Fill in the template, and align the comments, which begin with " ## "."""
+    """Fill in the template, and align its comments: " ## " in the template, " # " in the result."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,

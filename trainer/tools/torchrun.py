@@ -41,7 +41,7 @@ def run_ranks(
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=errors,
-        # own session: Ctrl-C reaches only this process, which then ends the ranks in order
+        # own session: Ctrl-C reaches only this process, which then kills torchrun and all ranks
         start_new_session=True,
     )
     try:

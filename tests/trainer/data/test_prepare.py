@@ -132,6 +132,9 @@ def test_what_is_beside_the_documents_is_not_taken_for_one(tmp_path, capsys):
     write(folder / "e.json", json.dumps(values)[:-1])
     with pytest.raises(DataError, match=r"e\.json: ends inside of its array, after 3 values"):
         prepare([str(folder / "e.json")], tmp_path / "out2", **BYTES)
+    write(folder / "f.json", json.dumps(values) + "]")
+    with pytest.raises(DataError, match=r"f\.json: has a \] without its \[, after 3 values"):
+        prepare([str(folder / "f.json")], tmp_path / "out2", **BYTES)
 
 
 REFERENCE = {

@@ -91,5 +91,5 @@ def test_a_change_is_a_stage_from_where_it_begins(recipe):
         with_changes(one, [DataChange(name="5", begin=9, weights={"d": 1.0})], "changes")
     assert parsed(plain([first, second])) == [first, second]
     for wrong in ([{"name": "6"}], [{**plain([first])[0], "begin": 0}], {}, [1]):
-        with pytest.raises(ValueError, match="no list of changes"):
+        with pytest.raises(ValueError, match="not a valid change of the data"):
             parsed(wrong)

@@ -78,7 +78,7 @@ def test_a_change_in_time_is_accepted_once(asked):
         (replace(CHANGE, weights={"new": 1.0}, sources=NEW), "rank 0 sees no data set at /no/new"),
         (replace(CHANGE, weights={"data": 1, "new": 1e-9}, sources=NEW), "new would have none of"),
         (replace(CHANGE, sources=(Source(path="/no/data"),)), "has a data set named 'data' in /"),
-        ({"begin": 24}, "no list of changes"),
+        ({"begin": 24}, "not a valid change of the data"),
         ("[" * 100_000, "nested too deep"),
         ("alone", "nothing starts this run again after a pause"),
     ],

@@ -25,7 +25,8 @@ from trainer.data.shards import DataError
 
 NamedSplit: TypeAlias = Literal["train", "validation", "test", ""]
 
-# Names of documentation, metadata and cache files in Hugging Face data sets and repositories.
+# Names of files that hold no data: documentation, metadata and caches of Hugging Face's
+# repositories, and Perdure's rejects.jsonl.
 _NOT_DATA = re.compile(
     r"""(readme|changelog|contributing|citation|notice|copying)\b.* | .*\blicen[cs]es?\b.*
     | (dataset_infos?|dataset_dict|state|config|index|tokenizer|tokenizer_config)\.json

@@ -314,7 +314,7 @@ def _prepare(
 
 
 def _spelled_out(noted: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Notes for the user about special tokens in texts."""
+    """Yield a note for the user if special tokens in texts were tokenised as plain letters."""
     counts: Counter[str] = Counter()
     for part in noted:
         counts.update(part["spelled"])

@@ -224,8 +224,10 @@ def _json_values(path: Path, blocks: Iterable[bytes], field: str | None) -> Iter
             number, position = number + 1, end
             yield _record_of(value, number, field)
         tried = len(buffer) - position
-    if depth:
+    if depth > 0:
         raise DataError(f"{path}: ends inside of its array, after {number} values; copy it again")
+    if depth < 0:
+        raise DataError(f"{path}: has a ] without its [, after {number} values; correct the file")
 
 
 def _csv(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[InputRecord]:

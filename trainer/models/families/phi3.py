@@ -59,8 +59,8 @@ def layers(architecture: Architecture) -> list[LayerKind]:
     # transformers supports only longrope for phi3, and reads its original length from this key
     if scaling and scaling.rope_type != "longrope":
         raise ValueError(
-            f"{key}: transformers supports only the rope_type longrope for phi3, not "
-            f"{scaling.rope_type}; use longrope, or remove rope_scaling"
+            f"{key}: in phi3 transformers scales by it only with longrope, but "
+            f"rope_scaling.rope_type is {scaling.rope_type}; use longrope, or remove rope_scaling"
         )
     if scaling and original not in (None, scaling.original_max_position_embeddings):
         raise ValueError(

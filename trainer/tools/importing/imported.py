@@ -98,8 +98,8 @@ class ImportedRecipe:
         return steps if isinstance(steps, int) and steps else None
 
     def override(self, overrides: Sequence[str]) -> None:
-        """Parse the user's `key.sub=value`, which `finish` applies over the configuration. Raises
-        RecipeError if an override has no recipe key."""
+        """Parse the user's `section.key=value`, which `finish` applies over the configuration.
+        Raises RecipeError if an override is malformed; `finish` finds unknown keys."""
         for override in overrides:
             if "." not in override.partition("=")[0]:
                 raise RecipeError(f"override '{override}': write it as section.key=value")

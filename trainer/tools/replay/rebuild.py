@@ -45,7 +45,9 @@ class Sources:
     scratch: Path
 
     def recipe_of(self, attempt: Attempt) -> Recipe:
-        """Return the recipe of an attempt, with paths valid on this machine.
+        """Return the recipe of an attempt for a replay on this machine: with paths that are valid
+        here, a device of the same kind if there is one, no validation, checkpoints verified, and
+        the run's owner trusted.
 
         Raises:
             AwayError: the recipe or its data is missing, or this version cannot read the recipe.
