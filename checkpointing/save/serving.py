@@ -78,7 +78,10 @@ class EventLoop:
 
 def give_way() -> None:
     """Lower the priority of the calling thread (Linux has one per thread)."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    thread = threading.get_native_id()
+    # Only root may raise it again, where the run was started at a lower one.
+    niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
+    os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 WELCOME_SECONDS = 20

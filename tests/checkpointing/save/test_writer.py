@@ -1,8 +1,11 @@
 """The writer of a node without its process: what its ranks, the coordinator and the loss of either
 make of each other in orders that real processes seldom meet."""
 
+import os
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Listener
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,3 +159,13 @@ def test_bytes_of_another_node_are_not_taken_for_this_ones(tmp_path):
     assert list(pull(1, SlotInUse(0), "file", [(0, 9)])) == [b"of node 1"]
     with pytest.raises(StorageError, match="node 0 does not send its part"):
         list(pull(0, SlotInUse(0), "file", [(0, 9)]))
+
+
+def test_a_thread_of_a_run_at_a_lower_priority_keeps_it():
+    def priority():
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)  # as under `nice -n 15`
+        serving.give_way()
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(priority).result() == 15
