@@ -20,7 +20,7 @@ RUN python3 -m venv /opt/perdure
 ARG TORCH=torch==2.13.0
 RUN pip install $TORCH
 
-WORKDIR /perdure
+WORKDIR /opt/perdure/src
 COPY pyproject.toml ./
 RUN python3 -c 'import tomllib; file = tomllib.load(open("pyproject.toml", "rb")); \
     project = file["project"]; extras = project["optional-dependencies"]; \
@@ -38,6 +38,9 @@ COPY lab lab
 COPY recipes recipes
 RUN pip install --no-deps --no-build-isolation .
 
+# The code is not here: `-m trainer` would run it instead of what is installed.
+WORKDIR /perdure
+COPY recipes recipes
 # Any user may run it, also one without a name: torch asks for name and home to place its caches.
 ENV USER=perdure HOME=/perdure/home
 RUN mkdir -m 1777 home data runs && chmod 1777 .

@@ -5,8 +5,9 @@
 #
 # Every step of the Dockerfile is run as it stands but FROM: no registry is asked. The base is Ubuntu
 # 24.04 as debootstrap makes it, which has what the steps use of NVIDIA's image; its CUDA libraries
-# are not tried, and there is no GPU. Needs root and Debian's buildah and debootstrap. MIRROR: of
-# Ubuntu. MOUNTS: options for buildah, such as `--volume /opt/wheels:/opt/wheels:ro`.
+# are not tried, and there is no GPU. Needs root and Debian's buildah and debootstrap. SUITE, MIRROR:
+# another base, such as Debian's trixie. MOUNTS: options for buildah, such as
+# `--volume /opt/wheels:/opt/wheels:ro`.
 set -eu
 cd "$(dirname "$0")/../.."
 
@@ -26,12 +27,19 @@ buildah() { command buildah --root "$scratch/storage" --runroot "$scratch/run" "
 trap 'status=$?; buildah rm --all > /dev/null 2>&1; buildah rmi --all --force > /dev/null 2>&1; rm -rf "$scratch"; exit $status' EXIT
 trap 'exit 130' INT TERM
 
-script=/usr/share/debootstrap/scripts/noble
-[ -e "$script" ] || script=/usr/share/debootstrap/scripts/gutsy # of all Ubuntus
-keys=/usr/share/keyrings/ubuntu-archive-keyring.gpg
+case ${SUITE:=noble} in
+noble)
+    components=main,universe mirror=http://archive.ubuntu.com/ubuntu
+    keys=/usr/share/keyrings/ubuntu-archive-keyring.gpg script=/usr/share/debootstrap/scripts/gutsy
+    ;;
+*)
+    components=main mirror=http://deb.debian.org/debian
+    keys=/usr/share/keyrings/debian-archive-keyring.gpg script=/usr/share/debootstrap/scripts/sid
+    ;;
+esac
 if [ -e "$keys" ]; then check="--keyring=$keys"; else check=--no-check-gpg; fi
-debootstrap --variant=minbase --components=main,universe "$check" \
-    noble "$scratch/base" "${MIRROR:-http://archive.ubuntu.com/ubuntu}" "$script" > "$scratch/log" ||
+debootstrap --variant=minbase --components="$components" "$check" \
+    "$SUITE" "$scratch/base" "${MIRROR:-$mirror}" "$script" > "$scratch/log" ||
     { tail "$scratch/log" >&2; exit 1; }
 base=$(buildah from scratch)
 buildah copy --quiet "$base" "$scratch/base" /
