@@ -274,13 +274,20 @@ def optimizer_targets(
     tensors: dict[str, Tensor] = {}
     found: dict[Any, Any] = {}
     others = {f"{name}.{key}": key for key in optimizer.state if not isinstance(key, Tensor)}
+    on_device = {
+        id(one)
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for one in group["params"]
+    }
     for fqn in _in_order(trees, parameters):
         if fqn not in parameters and not fqn.startswith(f"{name}."):
             # The optimizer has no such parameter; `load` reports its tensors as unexpected.
             continue
         key: Any = parameters.get(fqn, others.get(fqn, fqn.removeprefix(f"{name}.")))
-        reader = _Reader(parameters, {})
-        found[key] = reader.read(trees[fqn], fqn, parameters.get(fqn), optimizer.state.get(key), "")
+        parameter = parameters.get(fqn)
+        reader = _Reader(parameters, {}, id(parameter) in on_device)
+        found[key] = reader.read(trees[fqn], fqn, parameter, optimizer.state.get(key), "")
         tensors |= _sorted(reader.tensors)
 
     def put() -> None:
@@ -307,12 +314,16 @@ def _flat(parameters: Parameters, metas: Mapping[str, TensorMeta]) -> dict[str, 
 class _Reader:
     parameters: Parameters
     tensors: dict[str, Tensor]
+    steps_on_device: bool = False
+    """Whether a new `step` lies on the parameter's device."""
 
     def read(self, tree: Any, name: str, like: Tensor | None, live: Any, key: str) -> Any:
-        """Returns a tree of the optimizer's state, whose tensors are to be loaded into.
+        """Returns the optimizer's state that a saved tree describes, with tensors that are still to
+        be filled, and adds these to `tensors`.
 
         Args:
             tree: result of `_Writer.write`.
+            name: name of the tree in the checkpoint, without the keys below it.
             like: the parameter that the state belongs to, or a parameter on the same device.
             live: the optimizer's current state at this place of the tree.
             key: key of the tree in the dictionary that contains it.
@@ -371,8 +382,8 @@ class _Reader:
             return empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
         if shape == like.shape and not isinstance(like, DTensor):
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
-        # torch's load_state_dict keeps `step` on the CPU, so the same is done here
-        host = key == "step" and not shape
+        # As in torch's load_state_dict: only fused and capturable updates read it on the device.
+        host = key == "step" and not shape and not self.steps_on_device
         return torch.empty(shape, dtype=dtype, device="cpu" if host else like.device)
 
     def _subclass(self, saved: list[Any], name: str, like: Tensor | None, live: Any) -> Tensor:

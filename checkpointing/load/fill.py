@@ -148,10 +148,11 @@ def read_tensors(
     step_bytes: int = STEP_BYTES,
     threads: int | None = None,
 ) -> None:
-    """Fill the tensors of all ranks, in the order of files and offsets. Called on all ranks of the
-    group. The ranks of a node together read every byte that they hold once. A checksum covers a
-    whole block, of which each rank reads its parts; the combined checksums are compared at the end.
-    So targets may have been written to when an error is raised.
+    """Fill the tensors of all ranks. Called on all ranks of the group. The ranks of a node together
+    read the bytes that they hold once, except boxes below SMALL_BYTES, which each holder reads. A
+    rank first reads the parts that it alone needs, then shared ones, each in the order of files and
+    offsets. A checksum covers a whole block, of which each rank reads its parts; the combined
+    checksums are compared at the end. So targets may have been written to when an error is raised.
 
     Args:
         specs: all tensors, the same on all ranks.

@@ -1,9 +1,10 @@
 """Which rank reads which bytes of a checkpoint. Pure: no I/O, no torch.
 
 [Note: reading] Ranks read the parts that they hold straight into their tensors, so that together
-they read each byte once. Parts that several ranks of a node hold, or that consist of short
-stretches, are read into memory that the ranks of the node share, and copied from there. Otherwise
-an object store, or another node's memory, would send the same bytes several times.
+they read each byte once, except for boxes below SMALL_BYTES. Parts that several ranks of a node
+hold, or that consist of short stretches, are read into memory that the ranks of the node share, and
+copied from there. Otherwise an object store, or another node's memory, would send the same bytes
+several times.
 
   unit   a box of a tensor that is read as a whole: by one rank alone, or by a node together
   slab   a box inside a unit whose bytes are contiguous in the file"""

@@ -208,8 +208,8 @@ class WriterLink:
             self._process.kill()
 
     def end(self, seconds: float) -> None:
-        """Close the connection. The process ends when no rank is connected; if this rank owns it,
-        it is killed after `seconds`."""
+        """Close the connection. If this rank owns the process, wait up to `seconds` for it to end,
+        which it does once no rank is connected; then kill it."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -93,7 +93,7 @@ class ConnectionAcceptor:
 
     Args:
         serve: called with each authenticated caller, each in a separate thread; raises EOFError or
-            OSError when the caller is gone.
+            OSError when the caller is gone, and StrangerError if a message was tampered with.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 granted by the coordinator. Runs as `python -m checkpointing.save.writer`, a child of the node's
 first rank, and ends with that rank. Imports no torch.
 
-One thread holds all state, and runs an event loop. Connections and slow work have other threads,
-which only submit functions to the loop. On rank 0's node the coordinator runs in the same
-thread."""
+One thread changes all state, and runs an event loop. Connections and slow work have other threads,
+which submit functions to the loop; those that serve pulls also read slots. On rank 0's node the
+coordinator runs in the same thread."""
 
 import ctypes
 import logging

@@ -53,7 +53,8 @@ class StoredAdapter:
         return a, b * self._scale
 
     def under(self, weight: Tensor) -> Tensor:
-        """Returns rows of a base weight in float32, rounded as in training."""
+        """Returns a base weight in float32 as the adapter saw it in training: rounded to nf4 if it
+        was trained over nf4."""
         return rounded(weight) if self.over_nf4 else weight.float()
 
     def shape_of(self, weight: str) -> tuple[int, ...]:

@@ -132,7 +132,8 @@ class HeartbeatWatch:
 
 @dataclass
 class AnnouncedVersion:
-    """The document's version under its own key: nodes read the document only if it changed."""
+    """What this node last read or wrote under the store's key `version`. While it is unchanged,
+    a node without changes of its own does not read the document, unless it observes."""
 
     version: bytes | None = None
     state: Membership | None = None

@@ -137,8 +137,9 @@ class RecallSocket:
         return self.able and time.monotonic() > self._able_since + SETTLED_SECONDS
 
     def recalls(self, error: Exception, lost_peer: bool) -> bool:
-        """Returns whether `error`, raised in this attempt, does not end the process. `lost_peer`:
-        whether the error only means that another rank is gone."""
+        """Handle `error`, raised in this attempt. With `lost_peer`, which says that another rank is
+        gone and nothing else is wrong, report that to the agent, and count this attempt as
+        recalled. Returns whether the process goes on to another attempt."""
         if not self.called and self.able and lost_peer:
             logger.warning(
                 "a peer is gone, this process stays: %s", plain_text(error).partition("\n")[0]

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from checkpointing import Checkpointer, WrongModel
+from checkpointing.format.layout import TensorMeta
+from checkpointing.format.optimizers import optimizer_targets
 from tests.checkpointing.worlds import run_ranks, same_bits
 
 OPTIMIZERS = {
@@ -224,3 +226,12 @@ def test_a_checkpoint_imports_no_class(tmp_path):
             WrongModel, match=r"mean was saved as .*Halved, but this process has not"
         ):
             checkpointer.load(whole(*start("AdamW")))
+
+
+@pytest.mark.parametrize(("capturable", "device"), [(False, "cpu"), (True, "meta")])
+def test_a_step_lies_on_the_device_where_the_update_reads_it(capturable, device):
+    weight = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = torch.optim.AdamW([weight], capturable=capturable)
+    metas = {"w.step": TensorMeta("F32", ()), "w.exp_avg": TensorMeta("F32", (2,))}
+    tensors = optimizer_targets(optimizer, {"w": weight}, None, metas).tensors
+    assert [tensors[name].device.type for name in metas] == [device, "meta"]

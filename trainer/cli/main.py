@@ -1,4 +1,5 @@
-"""The console command `perdure`: finds the command's module, and turns errors into exit codes."""
+"""The console command `perdure`: parses the command line, calls the command's function, and turns
+errors into exit codes."""
 
 import argparse
 import os

@@ -65,15 +65,17 @@ def check_matmul(
     if matmul is None:
         return
     needed = CAPABILITY[matmul]
-    where = "a GPU of compute capability " + ".".join(map(str, needed))
+    where = f"a GPU of compute capability {'.'.join(map(str, needed))} or above"
     instead = "take another machine, or remove precision.matmul"
-    if recipe.run.device == "cpu" or not torch.cuda.is_available():
-        raise RecipeError(f"precision.matmul: {matmul} needs {where}, and there is none; {instead}")
-    if capability and capability < needed:
-        shown = ".".join(map(str, capability))
+    if recipe.run.device == "cpu":
         raise RecipeError(
-            f"precision.matmul: {matmul} needs {where} or above, and this machine has {shown}; "
-            f"{instead}"
+            f"precision.matmul: {matmul} needs {where}, but run.device is cpu; set "
+            "run.device=auto, or remove precision.matmul"
+        )
+    if not torch.cuda.is_available() or (capability and capability < needed):
+        shown = ".".join(map(str, capability)) if capability else "no GPU"
+        raise RecipeError(
+            f"precision.matmul: {matmul} needs {where}, but this machine has {shown}; {instead}"
         )
     if find_spec("torchao") is None:
         raise RecipeError(

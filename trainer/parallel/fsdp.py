@@ -132,7 +132,7 @@ def prepare_backward(model: nn.Module, last: bool, recipe: Recipe) -> None:
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules whose parameters FSDP gathers and reduces together."""
+    """Return FSDP's units: modules that each gather and reduce their own parameters as a whole."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

@@ -50,8 +50,8 @@ def schedule(name: Name, ranks: int, per_rank: int, count: int) -> list[Order]:
 
 def _in_turn(rank: int, ranks: int, per_rank: int, count: int, eager: bool) -> Order:
     """Return a rank's order: first forwards that fill the pipeline (with `eager`: all forwards),
-    then forward and backward in turn. With several stages per rank, a group of micro-batches passes
-    through the stages of a rank one after the other."""
+    then forward and backward in turn. With several stages per rank, a rank computes a whole
+    group of micro-batches in one of its stages, then the group in its next stage."""
     # Narayanan et al. need groups of `ranks` micro-batches. Here groups have at least `ranks`
     # (unless there are fewer), larger groups first. A small group after others could deadlock.
     rounds = max(1, count // ranks)

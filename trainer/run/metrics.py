@@ -341,7 +341,8 @@ def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _companions(recipe: Recipe) -> list[list[str]]:
-    """Return (module, *arguments after the run directory) of each process that rank 0 starts."""
+    """Return (module, *arguments after the run directory) of each process that handles the run's
+    records beside rank 0: trackers, sinks, hooks, samples."""
     tracking = recipe.tracking
     bundled = {
         "tensorboard": tracking.tensorboard,

@@ -350,7 +350,7 @@ class Witness:
 
     @property
     def _since(self) -> str:
-        """Clause for messages on the last weights that are known to be right."""
+        """Clause for messages: the last step up to which no comparison contradicted the weights."""
         return f"nothing speaks against the weights up to step {self._agreed}"
 
 

@@ -186,7 +186,8 @@ def _last_error(log: Path, code: int) -> str:
 
 
 def _launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
-    """Run a worker to its end, delete the checkpoints of its run, and return the exit code."""
+    """Run `worker` on `ranks` ranks under torchrun, then delete the run's checkpoints on disk and
+    in memory. Returns torchrun's exit code."""
     try:
         with log.open("wb") as output:
             return run_ranks(worker, ranks, output=output)
