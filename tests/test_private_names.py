@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from trainer.models.versions import groups_of_fsdp
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("trainer", "elastic", "checkpointing", "lab")
 DIFFERENT = ROOT / "trainer/models/versions.py"
@@ -40,7 +42,7 @@ def sharded(mesh: DeviceMesh) -> nn.Module:
 def group_of(mesh: DeviceMesh) -> Any:
     module = sharded(mesh)
     module(torch.ones(1, 2))
-    return fully_shard.state(module)._fsdp_param_groups[0]
+    return groups_of_fsdp(module)[0]
 
 
 def dtensor(mesh: DeviceMesh) -> DTensor:
@@ -59,7 +61,7 @@ OWNERS: dict[Owner, tuple[str, ...]] = {
     lambda mesh: mesh: ("_dim_group_names", "_pg_registry"),
     sharded: ("_get_fsdp_state", "_set_unshard_async_op"),
     lambda mesh: fully_shard.state(sharded(mesh)): (
-        "_fsdp_param_groups", "_is_root", "_root_post_backward_final_callback",
+        "_is_root", "_root_post_backward_final_callback",
     ),
     group_of: ("_all_gather_result",),
     lambda mesh: group_of(mesh).fsdp_params[0]: ("_unsharded_param",),

@@ -20,13 +20,22 @@ _known = inspect.signature(DistributedDataParallel.__init__).parameters
 ddp_options: dict[str, Any] = {_forward if _forward in _known else "broadcast_buffers": False}
 
 
+def groups_of_fsdp(unit: Any) -> list[Any]:
+    """Return FSDP's groups of parameters of one of its units. A unit of torch 2.11 has at most
+    one."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
 def sum_uses_in_reduced_dtype(unit: nn.Module, _inputs: object = None) -> None:
     """Make FSDP of torch 2.15 add the gradients of all uses of a parameter in the dtype of the
     reduction. Without this hook passes that reduce add in the dtype of the computation, so that
     rounding depends on the number of passes. Older releases always add in the dtype of the
     computation. A hook before forward, which must run after FSDP's own, because that sets the
     dtypes."""
-    for group in unit._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+    for group in groups_of_fsdp(unit):
         if hasattr(group, "_fsdp_params_with_wider_grad_dtype"):
             group._fsdp_params_with_wider_grad_dtype = []
 

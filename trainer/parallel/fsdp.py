@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from trainer.models.versions import sum_uses_in_reduced_dtype
+from trainer.models.versions import groups_of_fsdp, sum_uses_in_reduced_dtype
 from trainer.optim.exact import snap_gradients
 from trainer.parallel.mesh import SHARD
 from trainer.recipe import Recipe
@@ -139,7 +139,7 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
 def fsdp_groups(model: nn.Module) -> Iterator[Any]:
     """Yield FSDP's parameter groups. Each is gathered by one collective."""
     for unit in fsdp_units(model):
-        yield from unit._get_fsdp_state()._fsdp_param_groups
+        yield from groups_of_fsdp(unit)
 
 
 def gathered_parameters(model: nn.Module) -> list[nn.Parameter]:
