@@ -149,7 +149,7 @@ $(SITE)/.installed: Makefile
 $(FAKE)/.installed: pyproject.toml
 	test -x $(FAKE)/bin/python || $(PYTHON) -m venv $(FAKE)
 	$(FAKE)/bin/python -m pip install --quiet torch==$(FAKE_TORCH) 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'
-	$(FAKE)/bin/python -m pip install --quiet --editable '.[all]' pytest pytest-timeout pytest-xdist hypothesis
+	$(FAKE)/bin/python -m pip install --quiet --editable '.[all,fp8,transformers]' pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
 $(DEV): $(RUNTIME)

@@ -243,3 +243,21 @@ def test_a_rank_killed_under_torchrun(workspace, tmp_path, copies):
     assert "did nothing" not in output
     assert [start["pid"] for start in starts(workspace, run)] == [survivor, survivor]
     assert sorted(losses(workspace, run)) == list(range(1, 61))
+
+
+def test_a_model_of_transformers_beside_torchao(workspace, start):
+    """Ranks are forked from a process that has imported transformers. Importing torchao, which
+    transformers would do, opens a CUDA context there."""
+    pytest.importorskip("torchao")
+    theirs = pytest.importorskip("transformers")
+    config = theirs.Qwen3Config(
+        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    theirs.AutoModelForCausalLM.from_config(config).save_pretrained(workspace / "of-transformers")
+    model = [
+        *("model.architecture=null", "model.init_from=of-transformers"),
+        "model.implementation=transformers",
+    ]
+    finish(start(1, "run.dir=transformers", *SHORT, "run.device=cuda", *model))
+    assert losses(workspace, "transformers").keys() == {*range(1, 7)}

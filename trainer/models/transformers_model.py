@@ -227,6 +227,7 @@ def build_theirs(
     """Build the model of a config.json: parameters on the meta device, buffers on the CPU. Runs no
     code of the checkpoint, and downloads nothing. `reason`: why transformers is needed."""
     config_json, installed = read_json(directory), check_installed(reason)
+    _import_without_torchao()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -262,6 +263,21 @@ def build_theirs(
         raise ConfigError(f"{file}: transformers {installed}: {_first_line(error)}") from error
     names = _names_in_files(theirs, directory)
     return TransformersModel(theirs, blocks_of(theirs), names, cap)
+
+
+def _import_without_torchao() -> None:
+    """Import what models of transformers need, but not torchao, which transformers imports where it
+    is installed. Importing torchao opens a CUDA context, and forks of this process, which the ranks
+    of a node are, could then not use CUDA."""
+    from transformers import utils
+    from transformers.utils import import_utils
+
+    installed = import_utils.is_torchao_available
+    utils.is_torchao_available = import_utils.is_torchao_available = lambda *_, **__: False
+    try:
+        import transformers.modeling_utils  # noqa: F401
+    finally:
+        utils.is_torchao_available = import_utils.is_torchao_available = installed
 
 
 def check_installed(reason: str) -> str:
