@@ -4,6 +4,8 @@ copies that are done at once and as late as may be."""
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -255,9 +257,11 @@ def test_a_model_of_transformers_beside_torchao(workspace, start):
         num_attention_heads=2, num_key_value_heads=2,
     )  # fmt: skip
     theirs.AutoModelForCausalLM.from_config(config).save_pretrained(workspace / "of-transformers")
-    model = [
-        *("model.architecture=null", "model.init_from=of-transformers"),
-        "model.implementation=transformers",
+    command = [
+        *(sys.executable, "-m", "trainer.cli", "train", "recipe.yaml", "--nproc-per-node", "1"),
+        *(*SHORT, "run.dir=transformers", "run.device=cuda", "model.architecture=null"),
+        *("model.init_from=of-transformers", "model.implementation=transformers"),
     ]
-    finish(start(1, "run.dir=transformers", *SHORT, "run.device=cuda", *model))
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    subprocess.run(command, cwd=workspace, env=environment, check=True)
     assert losses(workspace, "transformers").keys() == {*range(1, 7)}
