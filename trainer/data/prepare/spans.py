@@ -12,11 +12,12 @@ tokens, and each piece is encoded once: P and Q have nearly all pieces in common
 """
 
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -55,6 +56,8 @@ class EncodedText(NamedTuple):
     ids: Ids
     blocks: NDArray[np.int64]
     """Number of each token's generation block, from 1; 0 outside of blocks."""
+    borders: list[tuple[int, int]]
+    """(characters, tokens) before each piece of the text; [(0, 0)] if it has marked letters."""
 
 
 class ChatDocument(NamedTuple):
@@ -83,6 +86,7 @@ class ChatEncoder:
         self.special = frozenset(map(tokenizer.token_to_id, names))
         self._offsets = offsets
         self._kept: dict[str, _Piece] = {}
+        self._rests: dict[str, Ids] = {}
 
     def as_letters(self, chat: Chat) -> tuple[Chat, str]:
         """Mark texts that spell special tokens. Returns also the first of these tokens, or ""."""
@@ -108,7 +112,7 @@ class ChatEncoder:
 
     def learn(self, marked: Iterable[str]) -> None:
         """Encode texts for later calls of `encode`, together, which is faster. Forgets others."""
-        self._kept = {}
+        self._kept, self._rests = {}, {}
         self._encoded([piece for one in marked for piece in self._pieces(split_blocks(one)[0])])
 
     def encode(self, marked: str) -> EncodedText:
@@ -124,7 +128,30 @@ class ChatEncoder:
             # a token that is partly inside belongs to the block
             start = np.searchsorted(spans[:, 1], first, "right")
             numbers[start : np.searchsorted(spans[:, 0], last)] = number
-        return EncodedText(text, ids, numbers)
+        borders = [(0, 0)]
+        if SPELLED_BEGIN not in text:
+            sizes = map(len, pieces), (len(part[0]) for part in parts)
+            borders = list(zip(*(accumulate(one, initial=0) for one in sizes), strict=True))
+        return EncodedText(text, ids, numbers, borders)
+
+    def shared(self, whole: EncodedText, text: str) -> tuple[int, Ids]:
+        """Return (number of leading tokens that a text without block marks shares with `whole`,
+        further tokens of the text)."""
+        count = bisect_left(
+            whole.borders, True, key=lambda border: not text.startswith(whole.text[: border[0]])
+        )
+        # Compared from the last piece on that both have, as it may be longer in `text`.
+        begin, first = whole.borders[max(0, count - 2)]
+        ids = self._rest(text[begin:])
+        same = _shared(whole.ids[first : first + len(ids)], ids)
+        return first + same, ids[same:]
+
+    def _rest(self, text: str) -> Ids:
+        if text not in self._rests:  # often a generation prompt, equal in all chats
+            self._rests[text] = np.concatenate(
+                [part[0] for part in self._encoded(self._pieces(text))]
+            )
+        return self._rests[text]
 
     def _pieces(self, text: str) -> list[str]:
         pieces = []
@@ -135,7 +162,8 @@ class ChatEncoder:
         return pieces
 
     def _encoded(self, pieces: Sequence[str]) -> list[_Piece]:
-        new = {piece for piece in pieces if piece not in self._kept}
+        # in the order of the texts, as their memory is then read in order, which is faster
+        new = dict.fromkeys(piece for piece in pieces if piece not in self._kept)
         for letters in (True, False) if new else ():
             some = [piece for piece in new if _is_letters(piece) == letters]
             self.tokenizer.encode_special_tokens = letters
@@ -185,7 +213,7 @@ def _overlap(one: str, other: str) -> bool:
 
 def _shared(one: Ids, other: Ids) -> int:
     size = min(len(one), len(other))
-    differ = np.flatnonzero(one[:size] != other[:size])
+    differ = (one[:size] != other[:size]).nonzero()[0]
     return int(differ[0]) if differ.size else size
 
 
@@ -285,12 +313,10 @@ class SpanFinder:
         """Whether each token is one of Q after P, for the messages `turns`."""
         trained, led = np.zeros(len(whole.ids), bool), []
         for turn in turns:
-            marked = chat.upto(turn + 1)
-            upto = whole if marked == whole.text else self._encoder.encode(marked)
-            prompt = self._encoder.encode(chat.upto(turn, True))
-            stop = _shared(whole.ids, upto.ids)
-            begin = _shared(whole.ids, prompt.ids)
-            if stop < len(upto.ids):
+            stop, missing = self._encoder.shared(whole, split_blocks(chat.upto(turn + 1))[0])
+            prompt = split_blocks(chat.upto(turn, True))[0]
+            begin, lead = self._encoder.shared(whole, prompt)
+            if missing.size:
                 raise _UnstableError(
                     f"message {turn} is rendered differently once messages follow, so it would not "
                     "be trained as served; --turns each makes one document of each answer"
@@ -300,8 +326,8 @@ class SpanFinder:
                     f"message {turn}: the answer adds no token to its prompt, so there is nothing "
                     "to train"
                 )
-            if not whole.text.startswith(prompt.text):
-                led.append(prompt.ids[begin:])
+            if not whole.text.startswith(prompt):
+                led.append(lead)
             trained[begin:stop] = True
         if led:
             self._counts["led"] += len(led)
