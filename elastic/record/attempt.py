@@ -14,6 +14,8 @@ from elastic.record.ledger import StartLine
 _WHOLE, _REAL = ("step", "first", "after_last", "line"), ("seconds", "after", "loss", "norm")
 _ABSENT = -math.inf
 """In a column of losses or norms: the line has no such value. No line can hold this number."""
+_DIGEST = 16
+"""Usual number of characters of `StepLine.consumed`."""
 
 
 class StepLine(NamedTuple):
@@ -45,7 +47,10 @@ class StepLines(Sequence[StepLine]):
             **{name: array("q") for name in _WHOLE},
             **{name: array("d") for name in _REAL},
         }
-        self._consumed: list[str | None] = []
+        self._digests = bytearray()
+        """`consumed` of each line, as `_DIGEST` characters; zeros: none, or in `_other_digests`."""
+        self._other_digests: dict[int, str] = {}
+        """Index of a line whose `consumed` is longer or shorter → its `consumed`."""
         self._skipped: dict[int, str] = {}
         """Index of a line whose update was skipped → why."""
         names = ("step", "first", "after_last", "seconds", "after", "line", "loss", "norm")
@@ -64,11 +69,25 @@ class StepLines(Sequence[StepLine]):
         values = (one.step, one.first, one.after_last, one.seconds, one.after, one.line, loss, norm)
         for add, value in zip(self._adders, values, strict=True):
             add(value)
-        self._consumed.append(one.consumed)
+        digest = (one.consumed or "").encode()
+        if digest and len(digest) != _DIGEST:
+            self._other_digests[len(self) - 1], digest = str(one.consumed), b""
+        self._digests += digest.ljust(_DIGEST, b"\0")
         self.highest = max(self.highest, one.step)
 
+    def extend(self, columns: Mapping[str, np.ndarray]) -> None:
+        """Add at least one step line without `skipped`. `columns`: name of a field → its values, as
+        int64, float64, or characters; loss, norm and consumed may be missing."""
+        count = len(columns["step"])
+        for name, column in self._columns.items():
+            values = columns[name] if name in columns else np.full(count, _ABSENT)
+            column.frombytes(values.tobytes())
+        digests = columns.get("consumed")
+        self._digests += bytes(count * _DIGEST) if digests is None else digests.tobytes()
+        self.highest = max(self.highest, int(columns["step"].max()))
+
     def __len__(self) -> int:
-        return len(self._consumed)
+        return len(self._columns["step"])
 
     @overload
     def __getitem__(self, index: int) -> StepLine: ...
@@ -84,8 +103,12 @@ class StepLines(Sequence[StepLine]):
             int(of["step"][index]), int(of["first"][index]), int(of["after_last"][index]),
             of["seconds"][index], of["after"][index], self._skipped.get(index, ""),
             int(of["line"][index]), None if loss == _ABSENT else loss,
-            None if norm == _ABSENT else norm, self._consumed[index],
+            None if norm == _ABSENT else norm, self._consumed(index),
         )  # fmt: skip
+
+    def _consumed(self, index: int) -> str | None:
+        digest = self._digests[_DIGEST * index : _DIGEST * (index + 1)].decode()
+        return digest if digest[0] != "\0" else self._other_digests.get(index)
 
     def __iter__(self) -> Iterator[StepLine]:
         return (self[index] for index in range(len(self)))
@@ -101,7 +124,8 @@ class StepLines(Sequence[StepLine]):
         """Whether some line lacks the field `name`: loss, norm or consumed. True for a name that no
         line has."""
         if name == "consumed":
-            return None in self._consumed
+            digests = np.frombuffer(bytes(self._digests), np.uint8)[::_DIGEST]
+            return int((digests == 0).sum()) > len(self._other_digests)
         return name not in _REAL or bool((self.column(name) == _ABSENT).any())
 
     def find(self, number: int) -> StepLine | None:
@@ -147,21 +171,23 @@ class StepLines(Sequence[StepLine]):
         values = {
             "count": len(self),
             "skipped": {str(index): why for index, why in self._skipped.items()},
-            "consumed": ",".join(one or "" for one in self._consumed),
+            "consumed": {str(index): text for index, text in self._other_digests.items()},
         }
-        return values, [column.tobytes() for column in self._columns.values()]
+        columns = [column.tobytes() for column in self._columns.values()]
+        return values, [*columns, bytes(self._digests)]
 
     def fill(self, values: dict[str, object], columns: Sequence[bytes]) -> None:
         """Fill an empty object with the result of `dump`, or raise ValueError."""
-        for column, data in zip(self._columns.values(), columns, strict=True):
+        *numbers, digests = columns
+        for column, data in zip(self._columns.values(), numbers, strict=True):
             column.frombytes(data)
-        skipped, count = values["skipped"], values["count"]
-        digests = str(values["consumed"]).split(",") if count else []
-        self._consumed = [one or None for one in digests]
-        lengths = {len(digests), count, *(len(column) for column in self._columns.values())}
-        if len(lengths) != 1 or not isinstance(skipped, dict):
+        self._digests += digests
+        skipped, consumed, count = values["skipped"], values["consumed"], values["count"]
+        lengths = {len(digests) / _DIGEST, count, *map(len, self._columns.values())}
+        if len(lengths) != 1 or not (isinstance(skipped, dict) and isinstance(consumed, dict)):
             raise ValueError("columns of different lengths")
         self._skipped = {int(index): str(why) for index, why in skipped.items()}
+        self._other_digests = {int(index): str(text) for index, text in consumed.items()}
         self.highest = max(self._columns["step"], default=-1)
 
 

@@ -16,9 +16,12 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from elastic.exits import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, EXIT_REQUEUE
 from elastic.node.files import open_to_read
 from elastic.record.attempt import Attempt, RollbackLine, StepLine
+from elastic.record.columns import BLOCK_BYTES, FEWEST, Block, Kind, Shape
 from elastic.record.ledger import LEDGER, StartLine
 from elastic.record.lines import WrongValueError, read_line
 from elastic.record.proof import problems_of
@@ -137,12 +140,14 @@ class LedgerReader:
                 if (status.st_ino, 0) != (self.inode, max(0, self.offset - status.st_size)):
                     self.begin(status.st_ino)
                 file.seek(self.offset)
-                for line in file:
-                    if not (whole or line.endswith(b"\n")):  # the line is being written
+                while text := file.read(BLOCK_BYTES) + file.readline():
+                    end = text.rfind(b"\n") + 1
+                    self._take_all(Block(text[:end]))
+                    self.offset += end
+                    if end < len(text):  # a line is being written
+                        if whole:
+                            self.take(text[end:], self.number + 1)
                         break
-                    self.offset += len(line)
-                    self.number += 1
-                    self.take(line, self.number)
         except OSError as error:
             raise LedgerError(
                 f"{self.path}: {error.strerror}; give the directory of a run"
@@ -164,16 +169,69 @@ class LedgerReader:
         ):
             self.others.append((number, line))
 
+    def _take_all(self, block: Block) -> None:
+        """Add all lines of a block, in order."""
+        usual, columns = _usual_steps(block)
+        columns["line"] = usual + self.number + 1
+        others = np.ones(len(block), bool)
+        others[usual] = False
+        begin = 0
+        for before, other in enumerate([*np.flatnonzero(others).tolist(), len(block)]):
+            steps = {
+                name: values[begin - before : other - before] for name, values in columns.items()
+            }
+            if begin < other and not _take_steps(steps, self.attempts):
+                for index in range(begin, other):
+                    self.take(block.line(index), self.number + index + 1)
+            if other < len(block):
+                self.take(block.line(other), self.number + other + 1)
+            begin = other + 1
+        self.number += len(block)
+
 
 _STEP = re.compile(
-    rb'\{"kind":"step","step":(\d{1,15}),"sequences":\[(\d{1,15}),(\d{1,15})\],'
-    rb'"seconds":(\d{1,9}(?:\.\d{1,9})?)'
-    rb'(?:,"loss":(-?\d{1,15}(?:\.\d{1,20})?(?:e-?\d{1,2})?))?'
-    rb'(?:,"norm":"(0x1\.[0-9a-f]{1,13}p[+-]\d{1,3})")?'
-    rb'(?:,"consumed":"([0-9a-f]{9,128})")?'
-    rb',"after":(\d{1,9}(?:\.\d{1,9})?),"attempt":"([0-9a-f]{1,32})"\}\n'
+    rb'\{"kind":"step","step":(?P<step>\d{1,15}),'
+    rb'"sequences":\[(?P<first>\d{1,15}),(?P<after_last>\d{1,15})\],'
+    rb'"seconds":(?P<seconds>\d{1,9}(?:\.\d{1,9})?)'
+    rb'(?:,"loss":(?P<loss>-?\d{1,15}(?:\.\d{1,20})?(?:e-?\d{1,2})?))?'
+    rb'(?:,"norm":"0x1\.(?P<norm>[0-9a-f]{1,13}p[+-]\d{1,3})")?'
+    rb'(?:,"consumed":"(?P<consumed>[0-9a-f]{9,128})")?'
+    rb',"after":(?P<after>\d{1,9}(?:\.\d{1,9})?),"attempt":"(?P<attempt>[0-9a-f]{1,32})"\}\n'
 )
 """The usual form of a step line, which nearly every line of a ledger has."""
+_KINDS: Mapping[str, Kind] = {
+    **dict.fromkeys(("step", "first", "after_last"), "whole"),
+    **dict.fromkeys(("seconds", "loss", "after"), "number"),
+    "norm": "fraction", "consumed": "hex16", "attempt": "hex8",
+}  # fmt: skip
+_LONGEST = 1e9
+"""Seconds from which on a step line is checked on its own."""
+
+
+def _usual_steps(block: Block) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return the indices of the lines that are as the typical line of the block, if this is a step
+    line of the usual form, and the fields of these lines by name."""
+    if len(block) >= FEWEST and (found := _STEP.fullmatch(line := block.typical())):
+        names = [name for name, text in found.groupdict().items() if text]
+        shape = Shape.of(line, [found.span(name) for name in names], [_KINDS[n] for n in names])
+        indices, values = block.columns(shape)
+        columns = dict(zip(names, values, strict=True))
+        fine = np.ones(len(indices), bool)
+        for name in ("seconds", "after"):
+            fine &= (columns[name] >= 0) & (columns[name] < _LONGEST)
+        return indices[fine], {name: values[fine] for name, values in columns.items()}
+    return np.zeros(0, np.int64), {}
+
+
+def _take_steps(columns: Mapping[str, np.ndarray], attempts: list[Attempt]) -> bool:
+    """Add step lines to the newest attempt; returns whether all are of that attempt, else none is
+    added."""
+    name = attempts[-1].start.attempt if attempts else ""
+    if len(name) != 8 or (columns["attempt"] != name.encode(errors="replace")).any():
+        return False
+    attempts[-1].steps.extend(columns)
+    attempts[-1].written = max(attempts[-1].written, float(columns["after"].max()))
+    return True
 
 
 def _take_step(line: bytes, number: int, attempts: list[Attempt]) -> bool:
@@ -185,14 +243,14 @@ def _take_step(line: bytes, number: int, attempts: list[Attempt]) -> bool:
     attempt = attempts[-1]
     # A line that names another attempt was written late, by a rank 0 that was cut off from the
     # other ranks; `_take` handles it.
-    if attempt.start.attempt.encode() != name:
+    if attempt.start.attempt != name.decode():
         return False
     lasted = float(after)
     attempt.steps.append(
         StepLine(
             int(step), int(first), int(after_last), float(seconds), lasted, "", number,
             None if loss is None else float(loss),
-            None if norm is None else float.fromhex(norm.decode()),
+            None if norm is None else float.fromhex(f"0x1.{norm.decode()}"),
             None if consumed is None else consumed.decode(),
         )
     )  # fmt: skip

@@ -4,6 +4,7 @@ import hashlib
 import http.client
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from elastic.record.columns import Block
 from elastic.record.ledger import Ledger, StartLine
 from tests.trainer.tools.a_run import write_run
 from trainer.cli.main import parse
@@ -400,24 +402,57 @@ def test_what_was_read_is_kept_with_the_reader(run, monkeypatch, tmp_path):
     assert looked_at(run).history.step == 4
 
 
-@pytest.mark.skipif(not os.environ.get("SOAK"), reason="writes 200 MB; in `make soak`")
+def test_records_are_the_same_by_columns_and_line_by_line(tmp_path, monkeypatch):
+    """As written, and after random changes of a byte."""
+    draw, path, lines = random.Random(3), tmp_path / "metrics.jsonl", []
+    for step in range(1, 61):
+        record = {"step": step, "time": 1.8e9 + draw.random(), "attempt": "07c1d2e3"}
+        if step > 40:
+            record["attempt"] = "17c1d2e3"
+        lines.append({**record, "loss": draw.uniform(-9, 9), "tokens": 512 * step, "lr_x.2": 3e-05})
+        if step % 20 == 0:
+            lines.append({**record, "validation_loss": None, "event": "17c1d2e3"})
+    whole = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    assert len(metric_columns._usual_records(Block(whole))[0]) == 60
+
+    def found():
+        records = MetricRecords(tmp_path)
+        records.read({"07c1d2e3": 50})
+        values = [records._whole_column(name).tobytes() for name in records.names()]
+        return records.names(), records._attempts, records.offset, values, records._by_record
+
+    for change in range(100):
+        text, at = bytearray(whole), 0
+        if change:
+            at = draw.randrange(len(text))
+            text[at : at + draw.randint(0, 1)] = draw.choice([b"", b"0", b"x", b",", b".", b"\n"])
+        path.write_bytes(text)
+        with monkeypatch.context() as patch:
+            patch.setattr(metric_columns, "FEWEST", 1 << 60)
+            expected = found()
+        assert found() == expected, bytes(text[max(0, at - 40) : at + 40])
+
+
+@pytest.mark.skipif(not os.environ.get("SOAK"), reason="writes 250 MB; in `make soak`")
 def test_a_million_steps_open_in_two_seconds(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_run(tmp_path)
-    lines = (tmp_path / "ledger.jsonl").read_text().splitlines()
-    first, step = json.loads(lines[0]), json.loads(lines[1])
+    line = (tmp_path / "ledger.jsonl").read_text().splitlines()[0]
+    first, draw = json.loads(line), random.Random(0)
+    attempt = first["attempt"]
     with (tmp_path / "ledger.jsonl").open("w") as ledger:
-        ledger.write(lines[0] + "\n")
+        ledger.write(line + "\n")
         for n in range(1, 1_000_001):
-            more = {"step": n, "sequences": [8 * n - 8, 8 * n], "loss": 2.5, "after": 0.25 * n}
-            line = {**step, **more, "attempt": first["attempt"]}
-            order = ("kind", "step", "sequences", "seconds", "loss", "after", "attempt")
             ledger.write(
-                json.dumps({key: line[key] for key in order}, separators=(",", ":")) + "\n"
+                f'{{"kind":"step","step":{n},"sequences":[{8 * n - 8},{8 * n}],"seconds":0.2345,'
+                f'"loss":{2 + draw.random()},"norm":"{draw.random().hex()}",'
+                f'"consumed":"{draw.getrandbits(64):016x}","after":{0.25 * n},'
+                f'"attempt":"{attempt}"}}\n'
             )
     with (tmp_path / "metrics.jsonl").open("w") as metrics:
         for n in range(10, 1_000_001, 10):
-            record = {"step": n, "time": first["at"] + n, "loss": 2 + 1 / n, "grad_norm": 1.0}
+            record = {"step": n, "time": first["at"] + n, "attempt": attempt, "tokens": 4096 * n}
+            record |= {f"metric_{number}": draw.random() for number in range(10)}
             metrics.write(json.dumps(record) + "\n")
     took = []
     for _ in range(2):
@@ -426,8 +461,9 @@ def test_a_million_steps_open_in_two_seconds(tmp_path, monkeypatch):
         ended = os.times()
         took.append(ended.user + ended.system - began.user - began.system)
     print(f"CPU seconds: first {took[0]:.1f}, then {took[1]:.1f}; {len(page):,} bytes")
+    # twice as much on a core whose other thread is busy
+    assert took[0] < 4.5
     assert took[1] < 2
-    assert took[0] < 15
     assert len(page) < 2_000_000
 
 

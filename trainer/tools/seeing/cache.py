@@ -18,7 +18,7 @@ from typing import Any
 
 from elastic.node.files import open_to_read
 
-VERSION = 2
+VERSION = 3
 WORTH_BYTES = 4 << 20
 """Least size of a file to cache, in bytes."""
 _MOST_BYTES = 4 << 30

@@ -3,15 +3,18 @@
 import json
 import math
 import os
+import re
 from array import array
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from elastic.node.files import open_to_read
+from elastic.record.columns import BLOCK_BYTES, FEWEST, Block, Kind, Shape
 from elastic.record.lines import read_record
 from trainer.run.trackers import METRICS, SAMPLES
 from trainer.tools.seeing import cache
@@ -20,6 +23,10 @@ MOST_KEYS = 200
 """Largest number of metrics that are shown, in the order of their appearance."""
 _SAMPLES_BYTES, _LONGEST = 64 << 20, 4000
 """Most bytes of samples.jsonl that are read, and most characters of a text that are shown."""
+_VALUE = re.compile(rb'(?<=": )(?:-?\d[\d.]*(?:e[+-]\d+)?|"(?P<attempt>[0-9a-f]{8})")(?=[,}])')
+"""A number, or the name of an attempt, in the form in which a run writes them."""
+_LATEST = 1e11
+"""Unix time from which on a record is checked on its own."""
 
 
 class MetricRecords:
@@ -57,42 +64,74 @@ class MetricRecords:
                 if status.st_size >= cache.WORTH_BYTES:
                     self._recall()
             file.seek(self.offset)
-            for text in file:
+            while text := file.read(BLOCK_BYTES) + file.readline():
+                self._take(Block(text[: text.rfind(b"\n") + 1]))
                 if not text.endswith(b"\n"):
                     break
-                self.offset += len(text)
-                if record := read_record(text):
-                    self._add(record)
         if self.offset - self._kept >= cache.WORTH_BYTES:
             self._keep()
         last = np.array([lineage.get(name, math.inf) for name in self._attempts])
         self._counts = np.array(self._step) <= last[np.array(self._attempt, dtype=int)]
 
-    def _add(self, record: Mapping[str, Any]) -> None:
-        count = len(self._step)
-        try:
-            self._step.append(record["step"])
-        except OverflowError:  # the step is not a 64-bit integer
+    def _take(self, block: Block) -> None:
+        """Add the records in a block of lines, in order."""
+        usual, columns = _usual_records(block)
+        ends = self.offset + np.array(block.bounds[1:], np.int64)
+        others = np.ones(len(block), bool)
+        others[usual] = False
+        begin = 0
+        for before, other in enumerate([*np.flatnonzero(others).tolist(), len(block)]):
+            if begin < other:
+                part = slice(begin - before, other - before)
+                self._extend({name: values[part] for name, values in columns.items()})
+                self._ends.frombytes(ends[begin:other].tobytes())
+            if other < len(block) and (record := read_record(block.line(other))):
+                self._add(record, int(ends[other]))
+            begin = other + 1
+        self.offset += block.bounds[-1]
+
+    def _extend(self, columns: Mapping[str, np.ndarray]) -> None:
+        """Add at least one record, except for its place in the file."""
+        attempts = columns.get("attempt", np.zeros(len(columns["step"]), "S8"))
+        changes = np.flatnonzero(attempts[1:] != attempts[:-1]) + 1
+        for begin, end in pairwise([0, *changes.tolist(), len(attempts)]):
+            index = self._index(attempts[begin].decode())
+            self._attempt.extend([index] * (end - begin))
+        for name, values in columns.items():
+            if (column := self._column(name)) is not None:
+                column.frombytes(values.tobytes())
+        self._step.frombytes(columns["step"].tobytes())
+        self._time.frombytes(columns["time"].tobytes())
+
+    def _add(self, record: Mapping[str, Any], end: int) -> None:
+        """Add a record that ends at byte `end` of the file."""
+        if record["step"] >= 1 << 63:
             return
+        self._ends.append(end)
+        self._attempt.append(self._index(record.get("attempt", "")))
+        for name, value in record.items():
+            if (column := self._column(name)) is not None:
+                column.append(math.nan if value is None else float(value))
+        self._step.append(record["step"])
         self._time.append(record["time"])
-        self._ends.append(self.offset)
-        attempt = record.get("attempt", "")
+
+    def _index(self, attempt: str) -> int:
+        """Index of an attempt in `_attempts`, for the next record."""
         if attempt != self._attempts[-1]:
             # A name may be listed twice, if two attempts alternate; they do so only in a partition.
             self._attempts.append(attempt)
-        self._attempt.append(len(self._attempts) - 1)
-        for name, value in record.items():
-            if name in ("step", "time", "attempt", "event"):
-                continue
-            column = self._columns.get(name)
-            if column is None:
-                if len(self._columns) >= MOST_KEYS:
-                    continue
-                column = self._columns[name] = array("d")
-            if len(column) < count:
-                # a metric may begin late, and records may lack metrics
-                column.extend([math.nan] * (count - len(column)))
-            column.append(math.nan if value is None else float(value))
+        return len(self._attempts) - 1
+
+    def _column(self, name: str) -> "array[float] | None":
+        """Column of a metric, up to the next record; None if it is not shown."""
+        if name in ("step", "time", "attempt", "event"):
+            return None
+        if name not in self._columns and len(self._columns) >= MOST_KEYS:
+            return None
+        column = self._columns.setdefault(name, array("d"))
+        # a metric may begin late, and records may lack metrics
+        column.extend([math.nan] * (len(self._step) - len(column)))
+        return column
 
     @property
     def step(self) -> np.ndarray:
@@ -147,6 +186,24 @@ class MetricRecords:
         self._columns = dict(zip(facts["names"], columns, strict=True))
         self._attempts = facts["attempts"]
         self.offset = self._kept = facts["offset"]
+
+
+def _usual_records(block: Block) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return the indices of the lines that are as the typical line of the block, if this is a
+    record of finite numbers, and the fields of these lines by name."""
+    if len(block) >= FEWEST and (record := read_record(line := block.typical())):
+        found = [*_VALUE.finditer(line)]
+        # then the values found are those of the record: without escapes, no text contains `": `
+        if b"\\" not in line and len(found) == len(record) == line.count(b'": '):
+            names = [*record]
+            spans = [one.span("attempt" if one["attempt"] else 0) for one in found]
+            kinds: list[Kind] = ["hex8" if one["attempt"] else "number" for one in found]
+            kinds[names.index("step")] = "whole"
+            indices, values = block.columns(Shape.of(line, spans, kinds))
+            columns = dict(zip(names, values, strict=True))
+            fine = (columns["time"] >= 0) & (columns["time"] < _LATEST)
+            return indices[fine], {name: values[fine] for name, values in columns.items()}
+    return np.zeros(0, np.int64), {}
 
 
 def thinned(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
