@@ -336,6 +336,30 @@ def test_a_damaged_part_hides_no_line_that_a_machine_has(run, tmp_path, monkeypa
     assert b"".join(reader.lines()).decode().splitlines() == written
 
 
+@pytest.mark.parametrize("damage", [b"half of\n", None])
+def test_damaged_parts_are_not_merged(run, tmp_path, monkeypatch, caplog, damage):
+    """Of three parts, one is damaged or missing: the next start stores its lines again."""
+    monkeypatch.setattr(Shipper, "_ship", lambda self: None)  # the thread
+    monkeypatch.setattr(shipping, "MERGED", 3)
+    store, damaged = store_of(run), run / LineRange(1, 2, ["", ""]).name
+    written = [json.dumps({"kind": "event", "number": number}) for number in range(10)]
+    with Shipper(run, tmp_path, "job", owner()) as shipper:
+        for number, line in enumerate(written):
+            shipper.add(line)
+            if number % 2:
+                shipper.flush()
+            if number == 3:
+                store.delete([damaged])
+            if number == 3 and damage:
+                store.write(damaged, damage)
+        left = [(begin, begin + 2) for begin in (0, 2, 4, 6, 8) if damage or begin != 2]
+        assert parts_of(run, 1) == left
+        assert not damage or store.read(damaged) == damage
+    assert caplog.text.count("does not hold its lines") == 1
+    Shipper(run, tmp_path, "job", owner()).__exit__(None, None, None)
+    assert lines_of(run) == written
+
+
 def test_records_of_steps_that_are_done_again_are_left_out(run, tmp_path):
     """As those of a run in a directory, and however a copy came to be. The last attempt goes on
     from step 6 of the first, as after a partition."""

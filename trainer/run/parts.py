@@ -97,7 +97,7 @@ def stored_until(run: ObjectPath, term: int, first: int) -> int:
         # The part may have been merged meanwhile: then its lines are stored twice.
         with suppress(FileNotFoundError):
             # Read, because readers leave out a part that holds other lines than its name says.
-            if begin <= first < end and _holds_its_lines(name, store.read(run / name)):
+            if begin <= first < end and holds_its_lines(name, store.read(run / name)):
                 first = end
     return first
 
@@ -144,7 +144,7 @@ class PartsReader:
                 continue
             self._known = {name: self._known[name] for name in names}
             # A part with other lines than its name says would hide the parts inside its range.
-            if wrong := {name for name in names if not _holds_its_lines(name, self._known[name])}:
+            if wrong := {name for name in names if not holds_its_lines(name, self._known[name])}:
                 logger.warning(
                     "%s: parts left out, as they hold other lines than their names say: %s",
                     self._run,
@@ -157,7 +157,8 @@ class PartsReader:
         raise StorageError(f"{self._run / LINES}: parts change faster than they can be read")
 
 
-def _holds_its_lines(name: str, data: bytes) -> bool:
+def holds_its_lines(name: str, data: bytes) -> bool:
+    """Whether a part has as many lines as its name says."""
     first, after = map(int, name.rpartition("/")[2].split("-"))
     return data.count(b"\n") == after - first
 

@@ -32,6 +32,7 @@ from trainer.run.parts import (
     RECIPES,
     BucketRecordCopy,
     LineRange,
+    holds_its_lines,
     part_name,
     parts_of,
     stored_until,
@@ -73,6 +74,9 @@ class Shipper:
         self._journal: tuple[Path, LineFile] | None = None
         self._levels: list[list[tuple[int, int]]] = [[]]
         """Parts in the bucket as (first line, line after the last); index: how often merged."""
+        self._damaged = False
+        """Whether a part did not hold the lines that it is named by. Then no part is merged, and
+        the journal is kept: the next start stores its lines again."""
         self._stored_files: dict[str, tuple[int, int]] = {}
         """Name of a small file → its modification time and size when it was last stored."""
         self._wake, self._end = threading.Event(), threading.Event()
@@ -232,14 +236,26 @@ class Shipper:
 
     def _merge(self) -> None:
         """Merge MERGED parts of a level into one, and delete the parts that it contains. Then begin
-        a new journal with the lines that are not stored."""
+        a new journal with the lines that are not stored. Damaged parts are left as they are."""
         store, term, merged = store_of(self._run), self._term.number, False
         for level, parts in enumerate(self._levels):
-            if len(parts) < MERGED:
+            if len(parts) < MERGED or self._damaged:
                 break
-            names = [self._run / part_name(term, *part) for part in parts]
             first, after = whole = parts[0][0], parts[-1][1]
-            data = b"".join(store.read(name) for name in names)
+            data = b""
+            for part in parts:
+                text, name = b"", part_name(term, *part)
+                with suppress(FileNotFoundError):
+                    text = store.read(self._run / name)
+                if not holds_its_lines(name, text):
+                    self._damaged = True
+                    logger.warning(
+                        "%s does not hold its lines. Parts are not merged until the next start on "
+                        "this machine, which stores them again as far as %s has them",
+                        self._run / name, self._directory / JOURNAL,
+                    )  # fmt: skip
+                    return
+                data += text
             store.write_new(self._run / part_name(term, *whole), data)
             parts.clear()
             if level + 1 == len(self._levels):
