@@ -32,7 +32,7 @@ from benchmarks.support import (
     torchrun,
     workspace,
 )
-from benchmarks.support.processes import cpu_seconds
+from benchmarks.support.processes import CpuCount
 from benchmarks.support.turns import PausableJob
 from elastic.process import descendants
 
@@ -79,7 +79,7 @@ class Beside(NamedTuple):
     resume: Callable[[], None]
     pause: Callable[[], None]
     cpu: Callable[[], float]
-    """CPU seconds that living processes of them took up to now."""
+    """CPU seconds that they took up to now."""
 
 
 def main() -> None:
@@ -149,10 +149,17 @@ def one_run(directory: Path, name: str, case: str, turns: int) -> dict[str, Any]
         job.run_until(partial(has_reached, folder, 1))
         beside = stack.enter_context(CASES[case](directory, name, job))
         beside.pause()
+        train_cpu = CpuCount(partial(processes_of, job, trackers=False))
+
+        def count_until(step: int) -> bool:
+            train_cpu()
+            beside.cpu()
+            return has_reached(folder, step)
+
         taken = []
         for number, step in enumerate(steps):
-            job.run_until(partial(has_reached, folder, step))
-            taken.append((time.monotonic(), cpu_of(job, trackers=False), beside.cpu()))
+            job.run_until(partial(count_until, step))
+            taken.append((time.monotonic(), train_cpu(), beside.cpu()))
             if job.code:
                 sys.exit("".join(file.read_text() for file in sorted(directory.glob("*.err"))))
             (beside.resume if number % 2 else beside.pause)()
@@ -169,13 +176,12 @@ def one_run(directory: Path, name: str, case: str, turns: int) -> dict[str, Any]
     }
 
 
-def cpu_of(job: PausableJob, *, trackers: bool) -> float:
-    """CPU seconds of a run's trackers up to now, or of all its other processes."""
-    lines = {}
+def processes_of(job: PausableJob, *, trackers: bool) -> Iterator[int]:
+    """The processes of a run's trackers, or all its other processes."""
     for pid in descendants(job.pid):
         with suppress(OSError):  # it has just ended
-            lines[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
-    return sum(cpu_seconds(pid) for pid, line in lines.items() if (b"trackers" in line) == trackers)
+            if (b"trackers" in Path(f"/proc/{pid}/cmdline").read_bytes()) == trackers:
+                yield pid
 
 
 @contextmanager
@@ -183,7 +189,7 @@ def _command(words: list[str], directory: Path, name: str, job: PausableJob) -> 
     """A command of ours that gets the run's directory. It is stopped while it rests."""
     command = [*PERDURE, words[0], name, *words[1:]]
     with PausableJob(command, directory, directory / "beside") as beside:
-        yield Beside(beside.resume, beside.pause, lambda: cpu_seconds(beside.pid))
+        yield Beside(beside.resume, beside.pause, CpuCount(lambda: [beside.pid]))
 
 
 @contextmanager
@@ -199,7 +205,7 @@ def _page(wait: float, directory: Path, name: str, job: PausableJob) -> Iterator
             yield Beside(
                 lambda: _each(server.resume, browser.resume),
                 lambda: _each(browser.pause, server.pause),
-                lambda: cpu_seconds(server.pid),
+                CpuCount(lambda: [server.pid]),
             )
 
 
@@ -213,7 +219,7 @@ def _sink(directory: Path, _: str, job: PausableJob) -> Iterator[Beside]:
     """A sink that is in the tracker's process. It rests while a file is there."""
     rests = directory / "rests"
 
-    yield Beside(rests.unlink, rests.touch, lambda: cpu_of(job, trackers=True))
+    yield Beside(rests.unlink, rests.touch, CpuCount(partial(processes_of, job, trackers=True)))
 
 
 CASES: dict[str, Callable[[Path, str, PausableJob], AbstractContextManager[Beside]]] = {

@@ -4,7 +4,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
@@ -74,6 +74,20 @@ class CpuWatch(_Watch):
         while not self._stopped.wait(LOOK_FOR_PROCESSES):
             taken = {process: cpu_seconds(process) for process in descendants(os.getpid())}
             self._samples.append((time.time(), taken))
+
+
+class CpuCount:
+    """CPU seconds of processes that begin and end. Call it often: a process that has ended counts
+    up to the last call before its end."""
+
+    def __init__(self, processes: Callable[[], Iterable[int]]) -> None:
+        self._processes = processes
+        self._taken: dict[int, float] = {}
+
+    def __call__(self) -> float:
+        for process in self._processes():
+            self._taken[process] = max(self._taken.get(process, 0.0), cpu_seconds(process))
+        return sum(self._taken.values())
 
 
 def cpu_seconds(process: int) -> float:

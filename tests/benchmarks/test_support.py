@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.support import ROOT, environment, python_path, run
+from benchmarks.support.processes import CpuCount
 from tests.checkpointing.faults import until
 
 
@@ -39,3 +40,12 @@ def alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_cpu_time_of_a_process_that_ended_is_not_taken_back():
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        taken = CpuCount(lambda: [busy.pid])
+        assert until(lambda: taken() > 0.05, 20)
+        before = taken()
+        busy.kill()
+    assert taken() >= before
