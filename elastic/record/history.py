@@ -21,7 +21,7 @@ import numpy as np
 from elastic.exits import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, EXIT_REQUEUE
 from elastic.node.files import open_to_read
 from elastic.record.attempt import Attempt, RollbackLine, StepLine
-from elastic.record.columns import BLOCK_BYTES, FEWEST, Block, Kind, Shape
+from elastic.record.columns import BLOCK_BYTES, FEWEST, Kind, LineBlock, LineShape
 from elastic.record.ledger import LEDGER, StartLine
 from elastic.record.lines import WrongValueError, read_line
 from elastic.record.proof import problems_of
@@ -142,7 +142,7 @@ class LedgerReader:
                 file.seek(self.offset)
                 while text := file.read(BLOCK_BYTES) + file.readline():
                     end = text.rfind(b"\n") + 1
-                    self._take_all(Block(text[:end]))
+                    self._take_all(LineBlock(text[:end]))
                     self.offset += end
                     if end < len(text):  # a line is being written
                         if whole:
@@ -169,7 +169,7 @@ class LedgerReader:
         ):
             self.others.append((number, line))
 
-    def _take_all(self, block: Block) -> None:
+    def _take_all(self, block: LineBlock) -> None:
         """Add all lines of a block, in order."""
         usual, columns = _usual_steps(block)
         columns["line"] = usual + self.number + 1
@@ -208,12 +208,12 @@ _LONGEST = 1e9
 """Seconds from which on a step line is checked on its own."""
 
 
-def _usual_steps(block: Block) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _usual_steps(block: LineBlock) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return the indices of the lines that are as the typical line of the block, if this is a step
     line of the usual form, and the fields of these lines by name."""
     if len(block) >= FEWEST and (found := _STEP.fullmatch(line := block.typical())):
         names = [name for name, text in found.groupdict().items() if text]
-        shape = Shape.of(line, [found.span(name) for name in names], [_KINDS[n] for n in names])
+        shape = LineShape.of(line, [found.span(name) for name in names], [_KINDS[n] for n in names])
         indices, values = block.columns(shape)
         columns = dict(zip(names, values, strict=True))
         fine = np.ones(len(indices), bool)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elastic.record.columns import Block
+from elastic.record.columns import LineBlock
 from elastic.record.ledger import Ledger, StartLine
 from tests.trainer.tools.a_run import write_run
 from trainer.cli.main import parse
@@ -413,7 +413,7 @@ def test_records_are_the_same_by_columns_and_line_by_line(tmp_path, monkeypatch)
         if step % 20 == 0:
             lines.append({**record, "validation_loss": None, "event": "17c1d2e3"})
     whole = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    assert len(metric_columns._usual_records(Block(whole))[0]) == 60
+    assert len(metric_columns._usual_records(LineBlock(whole))[0]) == 60
 
     def found():
         records = MetricRecords(tmp_path)
