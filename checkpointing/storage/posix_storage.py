@@ -19,7 +19,7 @@ import shutil
 import stat
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +94,8 @@ class NewPosixStep:
                     )
             posix.write_files(folder, {**small, COMMIT_RECORD: record}, self._mode)
             # The step gets the mode that the kernel gave to the inner folder, by umask and group.
-            folder.chmod(stat.S_IMODE((folder / OPTIMIZER.folder).stat().st_mode))
+            with suppress(OSError):  # some filesystems, such as FUSE's, have no modes
+                folder.chmod(stat.S_IMODE((folder / OPTIMIZER.folder).stat().st_mode))
             # This rename is the commit: readers see the whole step or nothing.
             os.rename(self.tmp, self.final)
         # otherwise a power cut could undo the rename

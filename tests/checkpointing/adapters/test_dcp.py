@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     assert target["c"] == {"d": "text"}
     assert target["a"].tolist() == [1, 1]
     empty = {"a": torch.zeros(2), "more": [{"b": torch.ones(3), "k": None}], "c": {"d": ""}}
-    with pytest.raises(WrongModel, match=r"this state_dict has e; give dcp\.load all"):
+    with pytest.raises(WrongModel, match=r"but not in both: e; give dcp\.load all"):
         ours.load({**empty, "e": 1}, checkpoint_id=tmp_path / "it")
     assert empty["a"].tolist() == [0, 0]
     file = r"model-00001-of-00001\.safetensors"
