@@ -77,7 +77,8 @@ def test_a_few_faults(chaos, workspace, tmp_path):
     assert [outcome.fault for outcome in verdict.outcomes] == list(plan.faults)
     assert str(verdict).endswith("PASSED")
     assert not verdict.named.wrong, verdict.named
-    assert verdict.named.right >= 3, "each fault ended an attempt"
+    # Ranks may sit out the partition of 2.5 s; both kills end an attempt.
+    assert verdict.named.right >= 2
 
     # What passed was looked at: a run that is otherwise is found out.
     run, undisturbed = workspace / "few-chaos/run", workspace / "few-chaos/undisturbed"
