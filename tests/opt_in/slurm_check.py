@@ -97,12 +97,12 @@ def main(scratch: Path) -> None:
         assert len(node.cores()) == 2, f"{node.name}: its ranks share core {node.cores()}"
     job.wait_for_requeue(1)
     slurm("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
-    assert job.wait_for_start() == 0, "steps lost"
+    assert job.wait_for_start(1) == 0, "steps lost"
 
     say(f"scontrol requeue, in step {job.step()}")
     slurm("scontrol", "requeue", job.number)
     job.wait_for_requeue(2)
-    assert job.wait_for_start() == 0, "steps lost"
+    assert job.wait_for_start(2) == 0, "steps lost"
 
     for requeues, lost in ((3, nodes[1]), (4, nodes[0])):
         hosts = "the store and the job's shell" if lost is nodes[0] else "nothing but ranks"
