@@ -170,7 +170,7 @@ def _not_to_be_held(tensor: Tensor) -> str | None:
 
 
 @runtime_checkable
-class StateChecker(Protocol):
+class _StateChecker(Protocol):
     """An object that can reject a state of another object, without changing itself."""
 
     def refuse_state(self, state_dict: dict[str, Any], /) -> None: ...
@@ -201,7 +201,7 @@ def refuse_values(
         )
     for key, value in values.items():
         target = state[key]
-        if isinstance(target, StateChecker):
+        if isinstance(target, _StateChecker):
             target.refuse_state(from_json(value))
         if not isinstance(target, torch.optim.Optimizer):
             continue

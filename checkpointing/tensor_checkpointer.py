@@ -60,7 +60,7 @@ TargetsOf = Callable[[Mapping[str, Any], Mapping[str, TensorMeta]], Mapping[str,
 
 
 @dataclass(frozen=True)
-class KnownSteps:
+class _KnownSteps:
     """What a rank knows about the steps in storage."""
 
     damaged: frozenset[str] = frozenset()
@@ -72,7 +72,7 @@ class KnownSteps:
 
 
 @dataclass(frozen=True)
-class LoadOrigin:
+class _LoadOrigin:
     """The origin of the step that the last `load` loaded."""
 
     source: Literal["memory", "storage"] | None = None
@@ -128,7 +128,7 @@ class TensorCheckpointer:
         self._saves = SaveTracker(options, self._ranks, self._committed)
         self._writers = WriterClient(self._ranks, options, self._saves, spare or Spare())
         self._request_number = 0
-        self._known, self._restored = KnownSteps(), LoadOrigin()
+        self._known, self._restored = _KnownSteps(), _LoadOrigin()
         self.memory_lasts = False
         """Whether copies in memory outlive this process, on all ranks. Known after `prepare`."""
         self._loaded = self._prepare_after_load = False
@@ -185,7 +185,7 @@ class TensorCheckpointer:
         self._moves, self._writers.has_token, self._loaded = True, False, False
         self.directory = location(directory).absolute()
         keep_to(self.directory, self.options.trust)
-        self._known = KnownSteps()
+        self._known = _KnownSteps()
 
     def prepare(self, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> str:
         """Plan saves of these tensors, start the writers, and allocate the slots; otherwise the
@@ -448,7 +448,7 @@ class TensorCheckpointer:
                     if memory and kept is not None:
                         load_memory(self._ranks, memory, pull, kept)
                         newer = memory.step != memory.newest
-                        self._restored = LoadOrigin("memory", newer, superseded=not newer)
+                        self._restored = _LoadOrigin("memory", newer, superseded=not newer)
                         self._known = replace(self._known, newest=memory.listed)
                         return memory.state
                 except RankError as failed:
@@ -575,7 +575,7 @@ class TensorCheckpointer:
     def _committed(self, step: int) -> None:
         name, newest = step_name(step), max(step, self._known.newest or 0)
         damaged, verified = self._known.damaged - {name}, self._known.verified - {name}
-        self._known = KnownSteps(damaged, verified, newest)
+        self._known = _KnownSteps(damaged, verified, newest)
 
     def _copied(
         self, key: msg.Key, progress: msg.Position | Exception, numbers: NumberSummary | None = None

@@ -130,7 +130,7 @@ def create_handler(parameters: RendezvousParameters) -> "PerdureRendezvous":
     return PerdureRendezvous(parameters, client, hosted, limits, address)
 
 
-class JobClosed(SystemExit):
+class _JobClosed(SystemExit):
     """Ends torchrun with the job's exit code, as there is no next round for this node. A
     `SystemExit`, because torchrun turns other exceptions into exit code 1 and a traceback."""
 
@@ -199,8 +199,10 @@ class PerdureRendezvous(RendezvousHandler):
         if idle:
             raise self._left()
 
-    def _left(self) -> "JobClosed":
-        return JobClosed(JobEnd(self._node.leaving, "this node has left; the same command resumes"))
+    def _left(self) -> "_JobClosed":
+        return _JobClosed(
+            JobEnd(self._node.leaving, "this node has left; the same command resumes")
+        )
 
     def _on_notice(self, notice: Notice) -> None:
         left = "" if notice.seconds is None else f", in {notice.seconds:.0f} s"
@@ -230,7 +232,7 @@ class PerdureRendezvous(RendezvousHandler):
         elif reason := self._sent_away():
             if reason.unfit:  # the health checks did not find the fault, and would pass again
                 why = f"this node does not join again: {reason.why}; take this machine out"
-                raise JobClosed(JobEnd(EXIT_DO_NOT_REQUEUE, why))
+                raise _JobClosed(JobEnd(EXIT_DO_NOT_REQUEUE, why))
             self._recover()
         timeout = REJOIN_SECONDS if self._round else self._timeout
         deadline = time.monotonic() + timeout
@@ -276,7 +278,7 @@ class PerdureRendezvous(RendezvousHandler):
     def _identity_key(self, identity: str) -> str:
         return f"perdure/{self._run_id}/identity/{identity}"
 
-    def _foreign_job(self) -> "JobClosed":
+    def _foreign_job(self) -> "_JobClosed":
         """Returns the error of a node that would train something else than the job."""
         identity, key = None, self._identity_key(self._member.state.identity)
         with suppress(StoreLostError):
@@ -289,9 +291,9 @@ class PerdureRendezvous(RendezvousHandler):
             f"{differing}; give it the same recipe, code and data, or another --rdzv-id"
         )
 
-    def _refusal(self, why: str) -> "JobClosed":
+    def _refusal(self, why: str) -> "_JobClosed":
         print(f"error: {why}", file=sys.stderr, flush=True)
-        return JobClosed(JobEnd(EXIT_WRONG_INPUT, why))
+        return _JobClosed(JobEnd(EXIT_WRONG_INPUT, why))
 
     def _check_health(self) -> None:
         """Check this machine; raise an error if a problem keeps this node from joining."""
@@ -381,7 +383,7 @@ class PerdureRendezvous(RendezvousHandler):
                 raise self._foreign_job()
             present = present or name in state.arrived
             if state.closed and present:
-                raise JobClosed(state.closed)
+                raise _JobClosed(state.closed)
             if state.closed and not ended:
                 ended = state.closed
                 logger.warning(
@@ -405,7 +407,7 @@ class PerdureRendezvous(RendezvousHandler):
             if time.monotonic() < deadline:
                 continue
             if ended:  # this node came after the job's end, and no other node came
-                raise JobClosed(ended)
+                raise _JobClosed(ended)
             of_replicas = f", in replicas of {limits.unit} ranks" if limits.unit > 1 else ""
             raise RendezvousTimeoutError(
                 f"{len(state.arrived)} node(s) are here, at least {limits.minimum} are "
@@ -504,7 +506,7 @@ class PerdureRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Leave the job, which continues without this node. Raises JobClosed if torchrun would
+        """Leave the job, which continues without this node. Raises _JobClosed if torchrun would
         report failed workers, as these are stand-ins (standin.py) and ended with the job."""
         if not self._stopped:
             self._stopped = True
@@ -519,7 +521,7 @@ class PerdureRendezvous(RendezvousHandler):
                 if self._node.leaving:
                     raise self._left()
                 if closed := self._member.state.closed:
-                    raise JobClosed(closed)
+                    raise _JobClosed(closed)
         return True
 
 

@@ -41,7 +41,7 @@ _MODEL_PREFIXES = ("app.model.", "state_dict.model.", "state.model.", "model.", 
 
 
 @dataclass(frozen=True)
-class DcpCheckpoint:
+class _DcpCheckpoint:
     path: Path
     metadata: Metadata
 
@@ -172,7 +172,7 @@ class DcpCheckpoint:
                 )
 
 
-def open_dcp(path: Path) -> DcpCheckpoint:
+def open_dcp(path: Path) -> _DcpCheckpoint:
     """Read the metadata of a DCP checkpoint, which is a pickle. Only DCP's own classes are loaded.
     Raises DamagedCheckpoint if the metadata is malformed, and StorageError if it names other
     classes, or cannot be read."""
@@ -191,7 +191,7 @@ def open_dcp(path: Path) -> DcpCheckpoint:
         raise DamagedCheckpoint(f"{where}: malformed: {text}") from error
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
-    return DcpCheckpoint(path, metadata)
+    return _DcpCheckpoint(path, metadata)
 
 
 def _check(metadata: Metadata) -> None:
@@ -220,7 +220,7 @@ def targets_of(
     tensors: Mapping[str, Tensor],
     rank: int,
 ) -> dict[str, LocalTarget]:
-    """Returns the local part of each tensor on `rank`, for `DcpCheckpoint.fill`."""
+    """Returns the local part of each tensor on `rank`, for `_DcpCheckpoint.fill`."""
     return {
         name: LocalTarget.of(
             name, tensor, local_boxes(stored[name].meta.shape, specs[name].layouts, rank)

@@ -62,7 +62,7 @@ class Slab:
 
 
 @dataclass(frozen=True)
-class ReadPlan:
+class _ReadPlan:
     """The boxes that one rank reads, in the order of files and offsets."""
 
     own: list[ReadUnit]
@@ -73,7 +73,7 @@ class ReadPlan:
 
 def plan_reads(
     specs: Mapping[str, TensorSpec], stored: Mapping[str, StoredTensor], rank: int, nodes: Nodes
-) -> ReadPlan:
+) -> _ReadPlan:
     """Divide the reading of tensors among ranks. `specs` has all tensors, and is the same on all
     ranks of `nodes`: the ranks of each node that load together. Other ranks that hold parts of the
     tensors load on their own, and are ignored."""
@@ -85,14 +85,14 @@ def plan_reads(
         """Returns (rank of this node, ranks that hold the same part of a tensor as that rank), for
         each part that `rank` may read."""
         found = ((one, _holders(layouts, None if whole else one, rank, node_of)) for one in near)
-        # Parts of other ranks of the node are included, as `ReadPlan.shared` must be equal on all.
+        # Parts of other ranks of the node are included, as `_ReadPlan.shared` must be equal on all.
         return [
             (one, holders)
             for one, holders in found
             if one in holders.near and (one == rank or one == holders.near[0] != holders.near[-1])
         ]
 
-    plan = ReadPlan([], [])
+    plan = _ReadPlan([], [])
     for name in sorted(specs, key=lambda name: (stored[name].file, stored[name].begin)):
         spec, at = specs[name], stored[name]
         whole = _is_fine(at.meta, spec.layouts[0])

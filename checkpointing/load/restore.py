@@ -113,7 +113,7 @@ def load_step(
 
 
 @dataclass(frozen=True)
-class MemoryStep:
+class _MemoryStep:
     """A step that a dead run left in memory. Equal on all ranks, except for `goal.targets`."""
 
     step: int
@@ -131,7 +131,7 @@ class MemoryStep:
 
 def find_memory(
     ranks: RankGroup, directory: Place, aim: GoalOf, held: ExitStack
-) -> MemoryStep | None:
+) -> _MemoryStep | None:
     """Returns the newest complete step in memory that is no older than storage; None if there is
     none. Called on all ranks. Locks keep other processes from taking over or deleting the slots,
     until `held` is closed."""
@@ -156,7 +156,7 @@ def find_memory(
         planned = goal.described.layout
         if planned.tensors == parts[0].manifest.tensors:
             stored = stored_by_name(planned.files)
-            return MemoryStep(step, listed, good, run, parts, stored, state, goal)
+            return _MemoryStep(step, listed, good, run, parts, stored, state, goal)
     return None
 
 
@@ -187,7 +187,7 @@ def after_leftover_slots(
 
 def check_memory(
     ranks: RankGroup,
-    memory: MemoryStep,
+    memory: _MemoryStep,
     refuse: Callable[[Mapping[str, Any]], None],
     holds: Callable[[Mapping[str, Any]], bool],
 ) -> dict[int, bool] | None:
@@ -222,7 +222,9 @@ def check_memory(
         return None
 
 
-def load_memory(ranks: RankGroup, memory: MemoryStep, pull: Pull, kept: Mapping[int, bool]) -> None:
+def load_memory(
+    ranks: RankGroup, memory: _MemoryStep, pull: Pull, kept: Mapping[int, bool]
+) -> None:
     """Load the step that `check_memory` accepted. Called on all ranks. Raises RankError on all
     ranks if the load failed; targets may have been overwritten.
 

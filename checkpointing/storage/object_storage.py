@@ -172,8 +172,8 @@ class ObjectStorage:
         return found
 
     @contextmanager
-    def open(self, path: ObjectPath) -> Iterator["ObjectFile"]:
-        yield ObjectFile(path, self.stat(path).st_size)
+    def open(self, path: ObjectPath) -> Iterator["_ObjectFile"]:
+        yield _ObjectFile(path, self.stat(path).st_size)
 
     def read(self, path: ObjectPath, most: int | None = None, *, follow: bool = True) -> bytes:
         if most is not None and (size := self.stat(path).st_size) > most:
@@ -269,7 +269,7 @@ class ObjectStorage:
         yield True
 
 
-class ObjectFile:
+class _ObjectFile:
     """An object open for reading; implements StoredFile."""
 
     def __init__(self, path: ObjectPath, size: int) -> None:

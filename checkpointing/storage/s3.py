@@ -63,7 +63,7 @@ _PASSING = {
 _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError)
 
 
-class UploadGoneError(StorageError):
+class _UploadGoneError(StorageError):
     """An upload was finished or aborted before."""
 
 
@@ -192,8 +192,8 @@ class S3:
 
         return list(self.pool.map(begin, [path for path, _ in sizes]))
 
-    def open_upload(self, path: ObjectPath, token: str, size: int) -> "PartWriter":
-        return PartWriter(self, path, token, size)
+    def open_upload(self, path: ObjectPath, token: str, size: int) -> "_PartWriter":
+        return _PartWriter(self, path, token, size)
 
     def send_part(self, path: ObjectPath, token: str, number: int, data: bytes) -> dict[str, Any]:
         """Upload one part; returns its entry for `complete`."""
@@ -207,7 +207,7 @@ class S3:
         made = {"Parts": list(parts)}
         try:
             self._call("complete_multipart_upload", path, UploadId=token, MultipartUpload=made)
-        except UploadGoneError:
+        except _UploadGoneError:
             # An earlier attempt may have finished the upload, and only its answer was lost. Else
             # the object is missing, or not the result of this upload.
             found = self.find(path)
@@ -230,7 +230,7 @@ class S3:
     def abort_uploads(self, uploads: Sequence[tuple[ObjectPath, str]]) -> None:
         def abort(upload: tuple[ObjectPath, str]) -> None:
             path, token = upload
-            with suppress(UploadGoneError):
+            with suppress(_UploadGoneError):
                 self._call("abort_multipart_upload", path, UploadId=token)
 
         list(self.pool.map(abort, uploads))
@@ -273,7 +273,7 @@ class S3:
                 "the URL"
             )
         if code == "NoSuchUpload":
-            return UploadGoneError(
+            return _UploadGoneError(
                 f"{path}: its upload is gone: another process took over this step, or the store "
                 "cleans up uploads too soon"
             )
@@ -330,7 +330,7 @@ def _runs(buffers: Sequence[memoryview], offset: int) -> Iterator[tuple[int, lis
         yield offset, run
 
 
-class PartWriter(AbstractContextManager["PartWriter"]):
+class _PartWriter(AbstractContextManager["_PartWriter"]):
     """Writes an object as a multipart upload, several parts at a time; implements FileWriter."""
 
     def __init__(self, store: S3, path: ObjectPath, token: str, size: int) -> None:

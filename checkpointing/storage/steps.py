@@ -39,7 +39,7 @@ MAX_POINTER_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class CommittedStep:
+class _CommittedStep:
     """A committed checkpoint: its record is valid, all files have the recorded sizes, and all files
     except tensor files have the recorded checksums."""
 
@@ -149,7 +149,7 @@ def _is_good(path: Place) -> bool:
     return True
 
 
-def open_step(path: Place) -> CommittedStep:
+def open_step(path: Place) -> _CommittedStep:
     """Check a committed checkpoint without reading its tensors. Raises DamagedCheckpoint, which
     names the damaged file, and StorageError if a file cannot be read."""
     record = read_record(path)
@@ -165,7 +165,7 @@ def open_step(path: Place) -> CommittedStep:
     for name in (layout.TRAINER_STATE, *indexes):
         if name not in record.files:
             raise DamagedCheckpoint(f"{path / layout.COMMIT_RECORD}: names no {name}")
-    return CommittedStep(path, record)
+    return _CommittedStep(path, record)
 
 
 def read_record(path: Place) -> layout.CommitRecord:
@@ -204,7 +204,7 @@ def read_state(path: Place) -> dict[str, Any]:
     return step_state(open_step(path))
 
 
-def step_state(step: CommittedStep) -> dict[str, Any]:
+def step_state(step: _CommittedStep) -> dict[str, Any]:
     """Returns the `state` saved in a step. Raises DamagedCheckpoint or StorageError if the file is
     not a JSON object, is of another step, or cannot be read."""
     return layout.parse_state(*_contents(step.path / layout.TRAINER_STATE), step.record.step)
@@ -217,7 +217,7 @@ def _contents(where: Place) -> tuple[bytes, str]:
 
 
 def stored_tensors(
-    step: CommittedStep, section: layout.Section, *, verify: bool
+    step: _CommittedStep, section: layout.Section, *, verify: bool
 ) -> dict[str, layout.StoredTensor]:
     """Returns the position of every tensor of a section of `step`, from the headers of its files.
     Raises DamagedCheckpoint if a header is damaged or contradicts the index, or, with `verify`, if

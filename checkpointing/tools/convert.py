@@ -65,7 +65,7 @@ Pieces = Iterator[memoryview]
 
 
 @dataclass(frozen=True)
-class ConvertedDirectory:
+class _ConvertedDirectory:
     """A directory that a conversion has written."""
 
     path: Path
@@ -90,7 +90,7 @@ def export(
     not_finite: bool = False,
     merge_into: str | Place | None = None,
     into_published: bool = False,
-) -> ConvertedDirectory:
+) -> _ConvertedDirectory:
     """Write the model of a checkpoint as a plain Hugging Face directory: weights, config.json,
     tokenizer; no optimizer. Checksums of everything read are checked, but a plain directory has
     none. An adapter becomes a PEFT directory, or, with `merge_into`, a whole model.
@@ -207,7 +207,7 @@ def import_checkpoint(
     step: int | None = None,
     config: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> ConvertedDirectory:
+) -> _ConvertedDirectory:
     """Write a checkpoint of this package, with commit record and checksums, from a plain Hugging
     Face directory or a checkpoint of torch.distributed.checkpoint (DCP).
 
@@ -366,7 +366,7 @@ def _report(
     small: Mapping[str, bytes],
     left: str,
     notes: Sequence[str] = (),
-) -> ConvertedDirectory:
+) -> _ConvertedDirectory:
     notes = [*notes] + ([f"note: left out: {left}"] if left else [])
     if CONFIG not in small and ADAPTER_CONFIG not in small:
         notes.append(
@@ -374,4 +374,4 @@ def _report(
             "from_pretrained, model.init_from or perdure generate"
         )
     tensors, size = sum(len(file.tensors) for file in files), sum(file.size for file in files)
-    return ConvertedDirectory(out, tensors, size, len(files), tuple(notes))
+    return _ConvertedDirectory(out, tensors, size, len(files), tuple(notes))

@@ -99,7 +99,7 @@ def find_source(path: str | Place, step: StepChoice = None) -> Place:
 
 
 @dataclass(frozen=True)
-class ListingRow:
+class _ListingRow:
     """A checkpoint in a listing."""
 
     path: Place
@@ -116,10 +116,10 @@ class ListingRow:
 
 
 @dataclass(frozen=True)
-class CheckpointListing:
+class _CheckpointListing:
     """Checkpoints, newest first."""
 
-    rows: list[ListingRow]
+    rows: list[_ListingRow]
 
     def __str__(self) -> str:
         header = ["checkpoint", "saved", "tokens", "val loss", "size", "files", "ranks", ""]
@@ -128,22 +128,22 @@ class CheckpointListing:
         return table([header, *(_cells(row, best=row.path == best) for row in self.rows)])
 
 
-def ls(path: str | Place) -> CheckpointListing:
+def ls(path: str | Place) -> _CheckpointListing:
     """List checkpoints, with what can be checked without reading tensors."""
-    return CheckpointListing([_row(step) for step in find_steps(path)])
+    return _CheckpointListing([_row(step) for step in find_steps(path)])
 
 
-def _row(path: Place) -> ListingRow:
+def _row(path: Place) -> _ListingRow:
     try:
         step = open_step(path)
         saved = storage_of(path).stat(path / COMMIT_RECORD).st_mtime
         size = sum(file.size for file in step.record.files.values())
-        return ListingRow(path, saved, step_state(step), size, len(step.record.files), None)
+        return _ListingRow(path, saved, step_state(step), size, len(step.record.files), None)
     except CheckpointError as error:
-        return ListingRow(path, None, {}, 0, 0, str(error))
+        return _ListingRow(path, None, {}, 0, 0, str(error))
 
 
-def _judged(row: ListingRow) -> retention.StepInfo:
+def _judged(row: _ListingRow) -> retention.StepInfo:
     """Returns the input of retention for a checkpoint, by the `best_by` of the run's recipe."""
     recipe = row.state.get("recipe")
     options = recipe.get("checkpoint") if isinstance(recipe, dict) else None
@@ -154,7 +154,7 @@ def _judged(row: ListingRow) -> retention.StepInfo:
     )
 
 
-def _best(path: str | Place, rows: Sequence[ListingRow]) -> Place:
+def _best(path: str | Place, rows: Sequence[_ListingRow]) -> Place:
     """Returns the best of these checkpoints, which are sorted newest first. Raises StorageError if
     none has a validation loss."""
     for found in retention.best_of([_judged(row) for row in rows if row.problem is None]):
@@ -164,7 +164,7 @@ def _best(path: str | Place, rows: Sequence[ListingRow]) -> Place:
     )
 
 
-def _cells(row: ListingRow, *, best: bool) -> list[str]:
+def _cells(row: _ListingRow, *, best: bool) -> list[str]:
     if row.problem is not None:
         return [row.path.name, "", "", "", "", "", "", f"DAMAGED: {row.problem}"]
     tokens, loss = row.state.get("tokens"), row.state.get("validation_loss")
@@ -189,7 +189,7 @@ def _world(state: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class CheckpointContents:
+class _CheckpointContents:
     """The tensors and trainer state of a checkpoint."""
 
     path: Place
@@ -222,13 +222,13 @@ class CheckpointContents:
         return "\n".join(lines)
 
 
-def show(path: str | Place, step: StepChoice = None) -> CheckpointContents:
+def show(path: str | Place, step: StepChoice = None) -> _CheckpointContents:
     """Returns the tensors and trainer state of a checkpoint, or of the one that `find_checkpoint`
     finds in a run. Raises DamagedCheckpoint or StorageError if it is damaged or cannot be read."""
     found = open_step(find_checkpoint(path, step))
     with open_source(found.path) as source:
         state = source.state or {}
-        return CheckpointContents(
+        return _CheckpointContents(
             found.path, found.record, source.model, source.optimizer, state, source.is_adapter
         )
 
@@ -248,7 +248,7 @@ def short(value: Any, limit: int = 100) -> str:
 
 
 @dataclass(frozen=True)
-class CheckpointProblem:
+class _CheckpointProblem:
     """A defect of a checkpoint."""
 
     checkpoint: Place
@@ -268,7 +268,7 @@ class Verification:
     checked: list[Place]
     size: int = 0
     """Number of bytes read."""
-    problems: list[CheckpointProblem] = field(default_factory=list)
+    problems: list[_CheckpointProblem] = field(default_factory=list)
 
     @property
     def good(self) -> list[Place]:
@@ -290,7 +290,7 @@ class Verification:
         self.checked.append(step)
         self.size += size
         self.problems += [
-            CheckpointProblem(step, str(problem), is_damage(problem)) for problem in problems
+            _CheckpointProblem(step, str(problem), is_damage(problem)) for problem in problems
         ]
 
     def __str__(self) -> str:
@@ -313,23 +313,23 @@ def verify(path: str | Place) -> Verification:
     return result
 
 
-def _verify_latest(steps: Sequence[Place]) -> list[CheckpointProblem]:
+def _verify_latest(steps: Sequence[Place]) -> list[_CheckpointProblem]:
     """Check that the pointer file beside `steps`, if it exists, names a committed checkpoint."""
     pointer = steps[0].with_name(LATEST)
     try:
         named = latest(pointer.parent)
     except CheckpointError as error:
-        return [CheckpointProblem(pointer, str(error))]
+        return [_CheckpointProblem(pointer, str(error))]
     if named is None:
         return []
     is_step = parse_step(named) is not None
     if is_step and storage_of(pointer).exists(pointer.with_name(named) / COMMIT_RECORD):
         return []
-    return [CheckpointProblem(pointer, f"{pointer}: names {named!r}, which is no checkpoint")]
+    return [_CheckpointProblem(pointer, f"{pointer}: names {named!r}, which is no checkpoint")]
 
 
 @dataclass(frozen=True)
-class PruneResult:
+class _PruneResult:
     """Retention's decision on each checkpoint, newest first."""
 
     decisions: list[retention.RetentionDecision]
@@ -350,7 +350,7 @@ class PruneResult:
         return "\n".join([*lines, f"{len(going)} of {len(rows)} {would}: {size}"])
 
 
-def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> PruneResult:
+def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> _PruneResult:
     """Apply retention to a run, even while it is training. Before a deletion, every byte of the
     newest checkpoints that stay is read: a damaged one does not count as kept. Raises StorageError
     if there is no checkpoint, or `path` is itself a checkpoint.
@@ -382,7 +382,7 @@ def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> P
         checked.add(unknown[0])
     if not dry_run:
         decisions = retention.prune(directory, options, known)
-    return PruneResult(decisions, dry_run, checked)
+    return _PruneResult(decisions, dry_run, checked)
 
 
 def human_bytes(size: float) -> str:

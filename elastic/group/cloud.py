@@ -50,7 +50,7 @@ class Notice:
     """Seconds until the machine is taken away; None if the source gives no time."""
 
 
-class NoticeSource(Protocol):
+class _NoticeSource(Protocol):
     """A service or file that may announce that this machine will be taken away."""
 
     name: str
@@ -61,7 +61,7 @@ class NoticeSource(Protocol):
 
 
 @dataclass
-class TriggerFile:
+class _TriggerFile:
     """A file whose existence is a notice."""
 
     path: Path
@@ -74,7 +74,7 @@ class TriggerFile:
 
 
 @dataclass
-class Aws:
+class _Aws:
     """EC2 spot instances, read from the instance metadata service, version 2."""
 
     address: str
@@ -114,7 +114,7 @@ class Aws:
 
 
 @dataclass
-class Gcp:
+class _Gcp:
     """Spot and preemptible machines of Compute Engine."""
 
     address: str
@@ -130,7 +130,7 @@ class Gcp:
 
 
 @dataclass
-class Azure:
+class _Azure:
     """Azure machines, whose notices are scheduled events."""
 
     address: str
@@ -154,15 +154,15 @@ class Azure:
         return _expect_ok(url, *_request(url, {"Metadata": "true"}))
 
 
-CLOUDS: dict[str, Callable[[str], NoticeSource]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+CLOUDS: dict[str, Callable[[str], _NoticeSource]] = {"aws": _Aws, "gcp": _Gcp, "azure": _Azure}
 
 
-def parse_sources(text: str, address: str = ADDRESS, dmi: Path = DMI) -> list[NoticeSource]:
+def parse_sources(text: str, address: str = ADDRESS, dmi: Path = DMI) -> list[_NoticeSource]:
     """Create the notice sources that `text` names: "aws", "gcp", "azure", "file:<path>" and "auto",
     separated by commas; may be empty. "auto" is the cloud that this machine is in, if it is one of
     the three. Raises ValueError for any other word. `dmi`: folder with the firmware's description
     of the machine."""
-    sources: dict[str, NoticeSource] = {}
+    sources: dict[str, _NoticeSource] = {}
     for word in (part.strip() for part in text.split(",")):
         name = guess_cloud(dmi) if word == "auto" else word
         if not name:
@@ -170,7 +170,7 @@ def parse_sources(text: str, address: str = ADDRESS, dmi: Path = DMI) -> list[No
         if name in CLOUDS:
             sources[name] = CLOUDS[name](address)
         elif name.startswith("file:") and name != "file:":
-            sources[name] = TriggerFile(Path(name.removeprefix("file:")))
+            sources[name] = _TriggerFile(Path(name.removeprefix("file:")))
         else:
             raise ValueError(
                 f"{name!r} is no source of notices: name aws, gcp, azure, file:<path> or auto, "
@@ -199,7 +199,7 @@ def guess_cloud(dmi: Path = DMI) -> str | None:
 
 
 def watch(
-    sources: Sequence[NoticeSource],
+    sources: Sequence[_NoticeSource],
     notify: Callable[[Notice], None],
     stop: threading.Event,
     poll_seconds: float = POLL_SECONDS,

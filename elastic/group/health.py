@@ -58,7 +58,7 @@ class HealthProblem:
 
 
 @dataclass(frozen=True)
-class NodeHealth:
+class _NodeHealth:
     """What the checks of this machine found."""
 
     problems: Sequence[HealthProblem]
@@ -74,7 +74,7 @@ def check_node(
     root: Path = Path("/"),
     seconds: float = SECONDS,
     gpu_seconds: float = GPU_SECONDS,
-) -> NodeHealth:
+) -> _NodeHealth:
     """Check this machine: cores, NVIDIA GPUs and their NVLinks, network, connection to the store,
     and folders. The checks run at the same time, so this takes at most the longest time-out.
     `store_round_trip`: makes a request to the store, and returns how many seconds that took.
@@ -90,7 +90,7 @@ def check_node(
         checks.append(_Check("gpu", gpu_seconds, _Check.run_child))
         checks.append(_Check("nvlink", gpu_seconds, _Check.run_child))
     problems = [problem for check in checks for problem in check.result()]
-    return NodeHealth(problems, "".join(check.domain for check in checks))
+    return _NodeHealth(problems, "".join(check.domain for check in checks))
 
 
 def check_folders(

@@ -79,7 +79,7 @@ knocks after which observers forget a node that has not joined."""
 
 
 @dataclass
-class Heartbeat:
+class _Heartbeat:
     """Times by time.monotonic() at which this node writes heartbeats (its counter in the store) and
     knocks (its name at the door)."""
 
@@ -93,7 +93,7 @@ class Heartbeat:
 
 
 @dataclass
-class HeartbeatWatch:
+class _HeartbeatWatch:
     """Heartbeats of other nodes, as this node has read them."""
 
     leases: Leases = field(default_factory=Leases)
@@ -131,7 +131,7 @@ class HeartbeatWatch:
 
 
 @dataclass
-class AnnouncedVersion:
+class _AnnouncedVersion:
     """What this node last read or wrote under the store's key `version`. While it is unchanged,
     a node without changes of its own does not read the document, unless it observes."""
 
@@ -170,8 +170,8 @@ class Member:
         self._news = threading.Condition()
         self._request: NodeRequest | None = None
         self._identity = ""
-        self._heartbeat, self._watch = Heartbeat(), HeartbeatWatch()
-        self._announced = AnnouncedVersion()
+        self._heartbeat, self._watch = _Heartbeat(), _HeartbeatWatch()
+        self._announced = _AnnouncedVersion()
         self._arrivals: tuple[tuple[str, ...], float] = ((), 0.0)
         """(nodes that wait for the next round, time.monotonic() of their last change)."""
         self._loss_expected_until = 0.0

@@ -25,7 +25,7 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
-class AdapterPort:
+class _AdapterPort:
     """A port of an InfiniBand or RoCE adapter."""
 
     name: str
@@ -122,7 +122,7 @@ def _interface_problems(root: Path, environment: Mapping[str, str]) -> Iterator[
                 )
 
 
-def _ports(root: Path, environment: Mapping[str, str]) -> Iterator[AdapterPort]:
+def _ports(root: Path, environment: Mapping[str, str]) -> Iterator[_AdapterPort]:
     folder = root / PORTS
     if not folder.is_dir() or environment.get(NO_HCA) == "1":
         return
@@ -133,7 +133,7 @@ def _ports(root: Path, environment: Mapping[str, str]) -> Iterator[AdapterPort]:
                 continue
             physical = _read(path / "phys_state").partition(":")[2].strip()
             rate = re.match(r"[0-9.]+", _read(path / "rate"))
-            yield AdapterPort(
+            yield _AdapterPort(
                 name,
                 kind=f"{_read(adapter / 'hca_type')} {_read(path / 'link_layer')}",
                 state=_read(path / "state").partition(":")[2].strip(),

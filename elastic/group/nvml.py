@@ -14,16 +14,16 @@ PAUSE_SECONDS = 0.2
 MAX_LINKS = 64
 """Highest number of NVLinks of a GPU. On a GPU with fewer, the query for the next link fails."""
 NO_FABRIC, FABRIC_COMPLETED = 0, 3
-"""Values of `FabricInfo.state`: the GPU has no NVLink fabric; the GPU has joined its fabric."""
+"""Values of `_FabricInfo.state`: the GPU has no NVLink fabric; the GPU has joined its fabric."""
 ERROR_COUNTERS = {"replays": 0, "recoveries": 1, "CRC errors": 2}
 """Name of an error counter of a link → its number in NVML."""
 
 
-class NvmlError(RuntimeError):
+class _NvmlError(RuntimeError):
     """A call of the library failed; the message names the function and the reason."""
 
 
-class FabricInfo(ctypes.Structure):
+class _FabricInfo(ctypes.Structure):
     """C struct nvmlGpuFabricInfo_t of nvml.h."""
 
     _fields_ = (
@@ -50,9 +50,9 @@ class GpuLinks:
     """NVLink domain across nodes that the GPU has joined; empty: none."""
 
 
-class Nvml:
+class _Nvml:
     """NVIDIA's management library, initialised until `close`. Raises OSError if the library is
-    missing, and NvmlError if there is no driver."""
+    missing, and _NvmlError if there is no driver."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         self._library = ctypes.CDLL(library)
@@ -63,7 +63,7 @@ class Nvml:
         self._call("nvmlShutdown")
 
     def gpus(self) -> list[GpuLinks]:
-        """Returns the links of every visible GPU. Raises NvmlError if a GPU does not answer."""
+        """Returns the links of every visible GPU. Raises _NvmlError if a GPU does not answer."""
         count = ctypes.c_uint()
         self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
         return [self._gpu(index) for index in range(count.value)]
@@ -83,7 +83,7 @@ class Nvml:
                 query = device, number, ctypes.c_int(counter), ctypes.byref(counted)
                 if not self._try("nvmlDeviceGetNvLinkErrorCounter", *query):
                     errors += counted.value
-        info, domain = FabricInfo(), ""
+        info, domain = _FabricInfo(), ""
         if self._try("nvmlDeviceGetGpuFabricInfo", device, ctypes.byref(info)):
             info.state = NO_FABRIC  # the driver is too old to know of fabrics
         member = info.state == FABRIC_COMPLETED and not info.status
@@ -100,7 +100,7 @@ class Nvml:
 
     def _call(self, function: str, *arguments: Any) -> None:
         if code := self._try(function, *arguments):
-            raise NvmlError(f"{function}: {self._library.nvmlErrorString(code).decode()}")
+            raise _NvmlError(f"{function}: {self._library.nvmlErrorString(code).decode()}")
 
 
 def domain_of(gpus: Sequence[GpuLinks]) -> str:
@@ -137,9 +137,9 @@ def link_problems(before: Sequence[GpuLinks], after: Sequence[GpuLinks]) -> list
 
 def read_links(library: str = LIBRARY) -> tuple[list[str], str]:
     """Returns (link problems of this node, its NVLink domain); ([], "") without NVML. Raises
-    NvmlError if a GPU does not answer."""
+    _NvmlError if a GPU does not answer."""
     try:
-        nvml = Nvml(library)
+        nvml = _Nvml(library)
     except OSError:
         return [], ""
     try:

@@ -77,7 +77,7 @@ RESERVE_AGAIN_SECONDS = 60.0
 
 
 @dataclass
-class NodeRound:
+class _NodeRound:
     """The membership round of this node's ranks."""
 
     number: int = 0
@@ -102,7 +102,7 @@ class NodeAgent:
     leaving: int = 0
     """Exit code of this node after a notice that makes it leave; 0: it stays."""
     refused: int = 0
-    _round: NodeRound = field(default_factory=NodeRound)
+    _round: _NodeRound = field(default_factory=_NodeRound)
     _ranks: dict[int, LocalRank] = field(default_factory=dict)
     _kept: dict[int, LocalRank] = field(default_factory=dict)
     """Local rank → rank whose stand-in has ended, while its process waits for the next round."""
@@ -352,7 +352,7 @@ class NodeAgent:
             # With fewer nodes each rank's share of the work is larger.
             if state.size < self._round.size:
                 self._hangs.times.forget_steps()
-            self._round = NodeRound(rank.round, state.generation, state.size)
+            self._round = _NodeRound(rank.round, state.generation, state.size)
         if rank.process and not self._recall(rank):
             self._kill(rank)
 

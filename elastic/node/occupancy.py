@@ -36,7 +36,7 @@ class OccupiedError(Exception):
 
 
 @dataclass
-class DirectoryHolder:
+class _DirectoryHolder:
     """The process that uses a run directory, as recorded in RECORD."""
 
     job: str
@@ -49,7 +49,7 @@ class DirectoryHolder:
     """Unix time at which the process began to use the directory."""
     beat: int = 0
 
-    def is_another(self, other: "DirectoryHolder") -> bool:
+    def is_another(self, other: "_DirectoryHolder") -> bool:
         return (self.boot, self.pid, self.since) != (other.boot, other.pid, other.since)
 
 
@@ -60,7 +60,7 @@ class HeldDirectory:
 
     def __init__(self, folder: Path, job: str) -> None:
         self._folder = folder
-        self._own = DirectoryHolder(
+        self._own = _DirectoryHolder(
             job, os.getpid(), socket.gethostname(), boot_id() or socket.gethostname(), time.time()
         )
         self._lock: int | None = None
@@ -134,7 +134,7 @@ class HeldDirectory:
             if now != record:
                 raise self._occupied(now)
 
-    def _occupied(self, holder: DirectoryHolder | None) -> OccupiedError:
+    def _occupied(self, holder: _DirectoryHolder | None) -> OccupiedError:
         name = "another process"
         if holder:
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
@@ -163,8 +163,8 @@ class HeldDirectory:
         write_whole(self._folder / RECORD, json.dumps(asdict(self._own)))
 
 
-def _read(folder: Path) -> DirectoryHolder | None:
+def _read(folder: Path) -> _DirectoryHolder | None:
     try:
-        return DirectoryHolder(**json.loads(read_text(folder / RECORD)))
+        return _DirectoryHolder(**json.loads(read_text(folder / RECORD)))
     except (OSError, ValueError, TypeError):
         return None

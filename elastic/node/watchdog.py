@@ -240,7 +240,7 @@ def overdue(
 
 
 @dataclass(frozen=True)
-class HangVerdict:
+class _HangVerdict:
     """Which ranks hang, and why."""
 
     ranks: tuple[int, ...]
@@ -249,7 +249,7 @@ class HangVerdict:
     reason: str
 
 
-def blame(statuses: Sequence[RankStatus]) -> HangVerdict | None:
+def blame(statuses: Sequence[RankStatus]) -> _HangVerdict | None:
     """Decide, by the statuses of all ranks of the job, which ranks all others wait for; None while
     no rank is overdue.
 
@@ -273,7 +273,7 @@ def blame(statuses: Sequence[RankStatus]) -> HangVerdict | None:
     if silent:
         stopped = all(status.where == "stopped" for status in silent)
         how = "stopped by a signal" if stopped else "no sign of life: it wrote no stack dump"
-        return HangVerdict(_ranks(silent), f"{_describe(silent)}; {how}")
+        return _HangVerdict(_ranks(silent), f"{_describe(silent)}; {how}")
     behind = min(status.position for status in statuses)
     last = [status for status in statuses if status.position == behind]
     worst = min(_suspicion(status) for status in last)
@@ -285,7 +285,7 @@ def blame(statuses: Sequence[RankStatus]) -> HangVerdict | None:
             for status in statuses
         ):
             return None
-        return HangVerdict(
+        return _HangVerdict(
             (), f"all {len(statuses)} ranks stand in the same place: {_describe(last[:1])}"
         )
     if not any(status.overdue for status in suspects):
@@ -295,7 +295,7 @@ def blame(statuses: Sequence[RankStatus]) -> HangVerdict | None:
         how = "it is the only one"
     if suspects[0].where == "elsewhere":
         how += "; by its stack dump it is not in a collective"
-    return HangVerdict(_ranks(suspects), f"{_describe(suspects)}; {how}")
+    return _HangVerdict(_ranks(suspects), f"{_describe(suspects)}; {how}")
 
 
 def _suspicion(status: RankStatus) -> int:

@@ -41,7 +41,7 @@ _LONGEST = 2000
 
 
 @dataclass(frozen=True)
-class AttemptEnd:
+class _AttemptEnd:
     """How and why an attempt ended."""
 
     kind: Kind
@@ -58,7 +58,7 @@ class AttemptEnd:
         return self.kind not in WANTED
 
 
-def ending(history: History, attempt: Attempt) -> AttemptEnd:
+def ending(history: History, attempt: Attempt) -> _AttemptEnd:
     """Returns how an attempt of a run ended, as far as the ledger shows."""
     following = history.next(attempt)
     # The failure that the agents recorded tells more than the end line of one rank.
@@ -70,7 +70,7 @@ def ending(history: History, attempt: Attempt) -> AttemptEnd:
         kind, text = _of_failure(rank, str(cause.get("node") or ""), cause)
         evidence = _evidence(cause, following)
         at = failed_at(attempt, following)
-        return AttemptEnd(kind, text, at, rank, str(cause.get("node") or ""), evidence)
+        return _AttemptEnd(kind, text, at, rank, str(cause.get("node") or ""), evidence)
     if attempt.end:
         kind, text = _of_end(attempt, following)
         evidence = (
@@ -79,9 +79,9 @@ def ending(history: History, attempt: Attempt) -> AttemptEnd:
             ("ledger line", str(attempt.end["line"])),
         )
         at = attempt.loaded + float(attempt.end["after"])
-        return AttemptEnd(kind, text, at, evidence=evidence)
+        return _AttemptEnd(kind, text, at, evidence=evidence)
     if not following:
-        return AttemptEnd("open", "running, or killed", attempt.finished)
+        return _AttemptEnd("open", "running, or killed", attempt.finished)
     # Rank 0 writes the start line, so `boot` is that of the machine of rank 0.
     same = bool(attempt.start.boot) and attempt.start.boot == following.start.boot
     where = "" if same else "; rank 0 is on another machine since, or its machine was restarted"
@@ -91,7 +91,7 @@ def ending(history: History, attempt: Attempt) -> AttemptEnd:
     missing = f"attempt {attempt.number} has no end line, and the next start no cause"
     line = "ledger line of the next start", str(following.line)
     evidence = ("what is missing", missing), line
-    return AttemptEnd("silent", text, attempt.finished, evidence=evidence)
+    return _AttemptEnd("silent", text, attempt.finished, evidence=evidence)
 
 
 def _of_failure(rank: int | None, node: str, cause: Mapping[str, Any]) -> tuple[Kind, str]:

@@ -144,7 +144,7 @@ def keep_copies(data: Data) -> Callable[[], None]:
 
 
 @dataclass(frozen=True)
-class ShardToCopy:
+class _ShardToCopy:
     """A shard in a store, with its folder in the cache."""
 
     source: ObjectPath
@@ -230,12 +230,12 @@ def copy_all(directory: Path, most: int, urls: Sequence[str], ended: threading.E
         return f"{len(shards)} shards, {_gb(needed)}, are in {path}" if missing else ""
 
 
-def _shards(directory: ObjectPath) -> Iterator[ShardToCopy]:
+def _shards(directory: ObjectPath) -> Iterator[_ShardToCopy]:
     index = read_index(directory)
     folder, width = folder_name(index["fingerprint"]), np.dtype(index["dtype"]).itemsize
     for entry in entries_of(index):
         place = directory / f"{entry['name']}.tokens"
-        yield ShardToCopy(place, folder, entry["tokens"] * width, entry["tokens_crc32"])
+        yield _ShardToCopy(place, folder, entry["tokens"] * width, entry["tokens_crc32"])
 
 
 def _make_room(inside: Path, folders: set[str], most: int) -> int:
@@ -254,13 +254,13 @@ def _make_room(inside: Path, folders: set[str], most: int) -> int:
     return sum(sizes.values())
 
 
-def _is_copied(inside: Path, shard: ShardToCopy) -> bool:
+def _is_copied(inside: Path, shard: _ShardToCopy) -> bool:
     with suppress(FileNotFoundError):
         return (inside / shard.folder / shard.source.name).lstat().st_size == shard.size
     return False
 
 
-def _copy(inside: Path, shard: ShardToCopy, ended: threading.Event) -> bool:
+def _copy(inside: Path, shard: _ShardToCopy, ended: threading.Event) -> bool:
     """Copy a shard; return False if `ended` was set first."""
     folder = inside / shard.folder
     piece = memoryview(bytearray(min(PIECE, shard.size)))
@@ -278,7 +278,7 @@ def _copy(inside: Path, shard: ShardToCopy, ended: threading.Event) -> bool:
     return True
 
 
-def _fetch(shard: ShardToCopy, data: memoryview, begin: int) -> None:
+def _fetch(shard: _ShardToCopy, data: memoryview, begin: int) -> None:
     """Fill `data` with the bytes of a shard from `begin` on, checked."""
     blocks = range(0, len(data), CHECKSUM_BLOCK)
     expected = list(shard.crc32s)[begin // CHECKSUM_BLOCK :][: len(blocks)]

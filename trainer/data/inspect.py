@@ -70,7 +70,7 @@ def inspect(directory: str | Place, documents: int = 2) -> str:
 
 
 @dataclass(frozen=True)
-class SampledDocument:
+class _SampledDocument:
     """A document with its tokens, for display."""
 
     number: int
@@ -84,7 +84,7 @@ class SampledDocument:
         return f"document {self.number}, {len(self.tokens):,} tokens, {trained:,} of them trained"
 
 
-def sample(directory: str | Place, count: int) -> list[SampledDocument]:
+def sample(directory: str | Place, count: int) -> list[_SampledDocument]:
     """Return `count` documents of the training split, evenly spaced. Raises DataError."""
     dataset = TokenDataset(directory, "train")
     tokenizer = read_tokenizer(location(directory) / "tokenizer.json")
@@ -97,11 +97,11 @@ def sample(directory: str | Place, count: int) -> list[SampledDocument]:
         ids = dataset.read(start, length).tolist()
         trained = dataset.read_trained(start, length).tolist()
         texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-        found.append(SampledDocument(number, list(zip(ids, texts, trained, strict=True))))
+        found.append(_SampledDocument(number, list(zip(ids, texts, trained, strict=True))))
     return found
 
 
-def as_text(documents: Sequence[SampledDocument], columns: int | None, *, colour: bool) -> str:
+def as_text(documents: Sequence[_SampledDocument], columns: int | None, *, colour: bool) -> str:
     """Format documents for a terminal or a file (no `columns`); `colour` else * marks trained."""
     lines = []
     for document in documents:
@@ -119,7 +119,7 @@ def as_text(documents: Sequence[SampledDocument], columns: int | None, *, colour
     return "\n".join(lines)
 
 
-def as_page(directory: str | Place, documents: Sequence[SampledDocument]) -> str:
+def as_page(directory: str | Place, documents: Sequence[_SampledDocument]) -> str:
     title = html.escape(printable(f"{directory}: {len(documents)} documents"))
     parts = [_PAGE.replace("TITLE", title)]
     for document in documents:

@@ -39,7 +39,7 @@ CHUNK = 1 << 18
 """Edges whose attention is computed at a time."""
 
 
-class GraphTensors:
+class _GraphTensors:
     """The graph as tensors on the model's device. They are not buffers of the model: they never
     change, so neither DDP nor checkpoints need them. `popularity`: training interactions of each
     item, (I,) int64."""
@@ -55,7 +55,7 @@ class GraphTensors:
         self.by_relation = torch.from_numpy(np.argsort(edges.kinds, kind="stable"))
         self.popularity = torch.from_numpy(popularity.astype(np.float32))
 
-    def to(self, device: torch.device) -> "GraphTensors":
+    def to(self, device: torch.device) -> "_GraphTensors":
         """Move the tensors in place, and return self."""
         if self.starts.device != device:
             for name, value in vars(self).items():
@@ -70,7 +70,7 @@ class Propagate(torch.autograd.Function):
     with the weights of each edge and its inverse exchanged: backward sorts nothing."""
 
     @staticmethod
-    def forward(ctx: Any, graph: GraphTensors, weights: Tensor, nodes: Tensor) -> Tensor:
+    def forward(ctx: Any, graph: _GraphTensors, weights: Tensor, nodes: Tensor) -> Tensor:
         """Return each node's sum (N, D) for edge weights (E,) and node embeddings (N, D)."""
         ctx.graph = graph
         ctx.save_for_backward(weights)
@@ -84,12 +84,12 @@ class Propagate(torch.autograd.Function):
         return None, None, transposed @ gradients[0].contiguous()
 
 
-def _sparse(graph: GraphTensors, weights: Tensor) -> Tensor:
+def _sparse(graph: _GraphTensors, weights: Tensor) -> Tensor:
     size = (graph.nodes, graph.nodes)
     return torch.sparse_csr_tensor(graph.starts, graph.tails, weights, size, check_invariants=False)
 
 
-class Aggregator(nn.Module):
+class _Aggregator(nn.Module):
     """One propagation layer (equations 6 to 8) with `width` output columns."""
 
     def __init__(self, kind: str, inputs: int, width: int) -> None:
@@ -152,14 +152,14 @@ class KGAT(nn.Module):
         # Not an nn.ModuleList: each aggregator would be an FSDP unit, but a KG step calls none.
         self.aggregators = nn.Module()
         for place, widths in enumerate(pairwise([embedding_dim, *layers])):
-            self.aggregators.add_module(str(place), Aggregator(aggregator, *widths))
+            self.aggregators.add_module(str(place), _Aggregator(aggregator, *widths))
         self.ranked = sizes.users + sizes.items
         """Number of users and items, which are the first nodes."""
         # A buffer, and so part of checkpoints: it was computed from the weights of an earlier step,
         # which a resumed run does not have.
         self.register_buffer("attention", torch.empty(len(edges.heads)))
         self.attention: Tensor
-        self._graph = GraphTensors(edges, np.bincount(sizes.train[:, 1], minlength=sizes.items))
+        self._graph = _GraphTensors(edges, np.bincount(sizes.train[:, 1], minlength=sizes.items))
         self._draw(recipe.run.seed, embedding_dim + relation_dim)
         config = {
             "model_type": "kgat", "users": sizes.users, "items": sizes.items,

@@ -60,7 +60,7 @@ def format_of(parameter: Tensor, wanted: Format) -> Format:
     return "bf16" if wanted == "int8" and not whole_blocks else wanted
 
 
-class MomentPart(NamedTuple):
+class _MomentPart(NamedTuple):
     """A tensor that stores a moment, or the codes or the scales of a moment."""
 
     name: str
@@ -69,16 +69,16 @@ class MomentPart(NamedTuple):
     """Number of consecutive elements of the parameter for each number in the tensor."""
 
 
-def parts_of(name: str, how: Format, *, square: bool) -> list[MomentPart]:
+def parts_of(name: str, how: Format, *, square: bool) -> list[_MomentPart]:
     """Describe the tensors that store the moment `name` in the format `how`. `square`: whether it
     is a second moment, which is never negative."""
     if how == "int8":
-        codes = MomentPart(name, torch.uint8 if square else torch.int8, 1)
-        return [codes, MomentPart(name + SCALE, torch.float32, BLOCK)]
-    return [MomentPart(name, torch.float32 if how == "fp32" else torch.bfloat16, 1)]
+        codes = _MomentPart(name, torch.uint8 if square else torch.int8, 1)
+        return [codes, _MomentPart(name + SCALE, torch.float32, BLOCK)]
+    return [_MomentPart(name, torch.float32 if how == "fp32" else torch.bfloat16, 1)]
 
 
-def zeros_of(parameter: Tensor, part: MomentPart) -> Tensor:
+def zeros_of(parameter: Tensor, part: _MomentPart) -> Tensor:
     """Return the tensor `part` for a moment of zeros, with the parameter's device and sharding."""
     local = local_tensor(parameter)
     *rows, columns = local.shape or [1]
@@ -253,7 +253,7 @@ class DecodedRows:
 
     pieces: Sequence[ParameterRows]
     stored: Sequence[Sequence[Tensor]]
-    """The stored tensors, by `MomentPart`, then by piece."""
+    """The stored tensors, by `_MomentPart`, then by piece."""
     how: Format
     square: bool
     everything: Tensor | None
@@ -279,7 +279,7 @@ def opened(
     square: bool = False,
 ) -> DecodedRows:
     """Decode rows to float32. They can be changed in place; `DecodedRows.close` then stores them.
-    `tensors`: stored tensors, by `MomentPart`, then by piece."""
+    `tensors`: stored tensors, by `_MomentPart`, then by piece."""
     views = [[piece.of(one) for piece, one in zip(pieces, part, strict=True)] for part in tensors]
     if how == "fp32":
         return DecodedRows(pieces, tensors, how, square, None, views[0])

@@ -72,7 +72,7 @@ def chunks(length: int, cp: int, rank: int) -> tuple[range, range]:
 
 
 @dataclass(frozen=True)
-class PackedBlock:
+class _PackedBlock:
     """A slice of the packed queries and a slice of the packed keys. Documents divide both slices
     into ranges: queries of range n attend to keys of range n."""
 
@@ -98,7 +98,7 @@ def attention_blocks(
     others: tuple[range, range],
     length: int,
     device: torch.device,
-) -> Iterator[PackedBlock]:
+) -> Iterator[_PackedBlock]:
     """Yield the blocks between the queries of a rank with chunks `own` and the keys of a rank with
     chunks `others`; blocks of equal chunks come first. Does not synchronise with a GPU.
 
@@ -150,7 +150,7 @@ def attention_blocks(
             ]
             if not pairs:
                 continue
-        yield PackedBlock(
+        yield _PackedBlock(
             _packed(rows, own, i), _packed(rows, others, j), query_ends.int(), key_ends.int(),
             causal, (len(query), len(key)), pairs,
         )  # fmt: skip
@@ -295,7 +295,7 @@ class _RingAttention(torch.autograd.Function):
         return *whole, None
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, block: PackedBlock) -> tuple[Tensor, Tensor]:
+def block_attention(q: Tensor, k: Tensor, v: Tensor, block: _PackedBlock) -> tuple[Tensor, Tensor]:
     """Compute attention in a block for q (n, N, H) and k, v (m, K, H). Returns the output (n, N, H)
     and the logarithms of the softmax sums (N, n). For queries without keys they are 0 and -inf."""
     if on_gpu(q):
@@ -315,7 +315,13 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, block: PackedBlock) -> tupl
 
 
 def block_gradients(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, block: PackedBlock
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    block: _PackedBlock,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from one block, in their shapes.
 

@@ -113,7 +113,7 @@ def apply_float8(blocks: Iterable[nn.Module], matmul: Matmul, *, emulate: bool =
 
 def _in_8_bits(layer: nn.Linear, matmul: Matmul, emulate: bool) -> nn.Module:
     if matmul == "mxfp8":
-        return MXLinear(layer, emulate)
+        return _MXLinear(layer, emulate)
     from dataclasses import replace
 
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -125,7 +125,7 @@ def _in_8_bits(layer: nn.Linear, matmul: Matmul, emulate: bool) -> nn.Module:
     return converted_layer
 
 
-class MXLinear(nn.Linear):
+class _MXLinear(nn.Linear):
     """A linear layer that multiplies in MX blocks, with scales rounded up (RCEIL) so that no value
     overflows. torchao's own layer supports neither autocast nor emulation on CPUs."""
 

@@ -92,7 +92,7 @@ class StagePass(NamedTuple):
     """Whether the stage's previous pass in this step is not a forward pass, or there is none."""
 
 
-class IdleStage(NamedTuple):
+class _IdleStage(NamedTuple):
     """Bytes that a stage keeps while another stage of its rank computes."""
 
     gathered: int
@@ -154,9 +154,9 @@ class ShardedStage:
         self._last_buffer = sum(map(self._buffer_of, last))
 
     @property
-    def resting(self) -> IdleStage:
+    def resting(self) -> _IdleStage:
         between = sum(self._of_passes(True)) + self._all_reduced(True, 0)
-        return IdleStage(self._gathered, between, self._slices)
+        return _IdleStage(self._gathered, between, self._slices)
 
     def points(self, which: StagePass) -> list[PeakPoint]:
         """Return the peak points of a pass, with what earlier passes of the stage left."""
@@ -389,8 +389,8 @@ class UnshardedStage:
         self._whole = self._root + sum(blocks)
 
     @property
-    def resting(self) -> IdleStage:
-        return IdleStage(0, self._whole, self._whole)
+    def resting(self) -> _IdleStage:
+        return _IdleStage(0, self._whole, self._whole)
 
     def points(self, which: StagePass) -> list[PeakPoint]:
         kind, trace, whole = which.kind, self.trace, self._whole

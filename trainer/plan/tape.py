@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from trainer.plan.storages import LiveTensors, storage_of
 
 
-class KernelWork(NamedTuple):
+class _KernelWork(NamedTuple):
     """Work of an operator, or of a compiled kernel, over its launches in a pass."""
 
     operations: float
@@ -25,18 +25,18 @@ class KernelWork(NamedTuple):
     """Whether the kernel is attention, which reaches a smaller fraction of the peak."""
     launches: int = 1
 
-    def repeated(self, times: int) -> "KernelWork":
+    def repeated(self, times: int) -> "_KernelWork":
         operations, traffic = times * self.operations, times * self.traffic
-        return KernelWork(operations, traffic, self.attention, times * self.launches)
+        return _KernelWork(operations, traffic, self.attention, times * self.launches)
 
 
-Work: TypeAlias = tuple[KernelWork, ...]
+Work: TypeAlias = tuple[_KernelWork, ...]
 
 _NO_TRAFFIC = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach"}
 _NAMESPACES = ("aten", "torch_attn", "perdure")
 
 
-class FusedOperators:
+class _FusedOperators:
     """Elementwise operators that torch.compile fuses into one kernel. The kernel reads the
     operators' inputs, and writes results that are used later. Other results never reach memory."""
 
@@ -52,9 +52,9 @@ class FusedOperators:
         for place, tensor in _tensors(result).items():
             self._written[place] = (weakref.ref(storage_of(tensor)), tensor.nbytes)
 
-    def kernel(self) -> KernelWork:
+    def kernel(self) -> _KernelWork:
         written = sum(nbytes for storage, nbytes in self._written.values() if storage() is not None)
-        return KernelWork(0.0, float(sum(self._read.values()) + written))
+        return _KernelWork(0.0, float(sum(self._read.values()) + written))
 
 
 def is_kernel(operator: Any, result: Any) -> bool:
@@ -64,13 +64,13 @@ def is_kernel(operator: Any, result: Any) -> bool:
     return bool(_tensors(result)) and not operator.is_view
 
 
-def kernel_of(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int) -> KernelWork:
+def kernel_of(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int) -> _KernelWork:
     """Return the work of an operator for which `is_kernel` is true."""
     touched = (*_tensors((args, kwargs)).values(), *_tensors(result).values())
     traffic = sum(tensor.numel() * tensor.element_size() for tensor in touched)
     operations = _operations(operator, args, kwargs, result, seq_len)
     name = operator.overloadpacket.__name__
-    return KernelWork(operations, float(traffic), "attention" in name or "varlen" in name)
+    return _KernelWork(operations, float(traffic), "attention" in name or "varlen" in name)
 
 
 def _tensors(tree: Any) -> dict[int, torch.Tensor]:
@@ -187,15 +187,15 @@ class _Phase:
     """Bytes after backward of expert-parallel experts."""
     rest: int = 0
     """Peak after backward of expert-parallel experts."""
-    work: list[KernelWork] = field(default_factory=list)
-    fused: FusedOperators | None = None
+    work: list[_KernelWork] = field(default_factory=list)
+    fused: _FusedOperators | None = None
     """The operators that torch.compile would fuse with the next operator; None: none."""
     sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PassTraffic._fields, 0.0))
 
 
 class Tape(LiveTensors):
     """Records what each phase of a traced forward and backward costs: allocated bytes, work of
-    kernels (operations and memory traffic, see `KernelWork`), and bytes sent to other ranks.
+    kernels (operations and memory traffic, see `_KernelWork`), and bytes sent to other ranks.
     `depth`: number of blocks that are traced. `compiled`: whether blocks are compiled."""
 
     def __init__(self, depth: int, seq_len: int, compiled: bool) -> None:
@@ -386,7 +386,7 @@ class Tape(LiveTensors):
     def _note_kernel(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         kernel = kernel_of(operator, args, kwargs, result, self._seq_len)
         if self._compiled and not kernel.operations and self.label in _IN_BLOCKS:
-            self._phase.fused = self._phase.fused or FusedOperators()
+            self._phase.fused = self._phase.fused or _FusedOperators()
             self._phase.fused.add(args, kwargs, result)
             return
         self._end_kernel()

@@ -36,7 +36,7 @@ from trainer.recipe.strategies import offload, sharding
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class _StepTimes:
     """Estimated seconds of the parts of a step, on the slowest rank."""
 
     compute: float
@@ -79,7 +79,7 @@ def times_of(
     layout: RankLayout,
     machine: PlannedMachine,
     simulation: Simulation | None,
-) -> StepTimes:
+) -> _StepTimes:
     """Estimate the seconds of a step. `simulation`: result of `simulated` for a pipeline.
 
     Kernels run one after another, as fast as arithmetic or memory allows, and no faster than the
@@ -107,7 +107,7 @@ def _times_of_rank(
     recipe: Recipe,
     layout: RankLayout,
     machine: PlannedMachine,
-) -> StepTimes:
+) -> _StepTimes:
     forward, backward = (
         sum(work_seconds(work, machine) for work in works)
         for works in zip(*((trace.forward, trace.backward) for trace in traces), strict=True)
@@ -151,7 +151,7 @@ def _times_of_rank(
     together = layout.passes * sum(sum(_together_seconds(t, layout, machine)) for t in traces)
     after = tied.seconds(machine)  # between the last backward and the norm, without overlap
     shared = gathered + again + reduced + late
-    return StepTimes(
+    return _StepTimes(
         compute=layout.passes * (forward + backward),
         update=update,
         transfers=transfers,

@@ -63,7 +63,7 @@ class Collective:
         return self.calls * self.latency(machine) + self.sent / (bandwidth * NETWORK_SHARE)
 
 
-class StepTraffic(NamedTuple):
+class _StepTraffic(NamedTuple):
     """Data-parallel collectives of a step, by the computation with which they overlap."""
 
     forward: tuple[Collective, ...]
@@ -78,7 +78,9 @@ class StepTraffic(NamedTuple):
         return (*self.forward, *self.backward, *self.reduced, *self.updated)
 
 
-def traffic_of(stages: Sequence[StageBlueprint], recipe: Recipe, layout: RankLayout) -> StepTraffic:
+def traffic_of(
+    stages: Sequence[StageBlueprint], recipe: Recipe, layout: RankLayout
+) -> _StepTraffic:
     """Return the data-parallel collectives of a rank's stages in a step, without the few bytes of
     loss and norm. Each FSDP unit, or each DDP bucket, is one call."""
     strategy, shards, passes = recipe.strategy, layout.shards, layout.passes
@@ -90,7 +92,7 @@ def traffic_of(stages: Sequence[StageBlueprint], recipe: Recipe, layout: RankLay
         updated: tuple[Collective, ...] = ()
         if sharding.zero1(recipe):  # gathers the updated parameters once more
             updated = (Collective(payload, 1, *replicas, calls),)
-        return StepTraffic((), (), (Collective(payload, 2, *replicas, calls),), updated)
+        return _StepTraffic((), (), (Collective(payload, 2, *replicas, calls),), updated)
     compute, reduced = DTYPES[recipe.precision.dtype].itemsize, exact.reduced_bytes(recipe)
     # The root stays gathered from pass to pass until gradients are reduced.
     kept = passes if strategy.reduce_every_pass else 1
@@ -117,7 +119,7 @@ def traffic_of(stages: Sequence[StageBlueprint], recipe: Recipe, layout: RankLay
         reductions.append(Collective(payload, 1, ranks, stride, calls))
         # After the reduce-scatter each shard is all-reduced between the replicas.
         reductions.append(Collective(payload // ranks, 2, *replicas, calls))
-    return StepTraffic(tuple(forward), tuple(backward), tuple(reductions))
+    return _StepTraffic(tuple(forward), tuple(backward), tuple(reductions))
 
 
 def gathering_passes(recipe: Recipe, layout: RankLayout) -> int:

@@ -53,7 +53,7 @@ TRIED_LENGTH = 64
 
 
 @dataclass(frozen=True)
-class BuiltModel:
+class _BuiltModel:
     """A model and its optimizer in the recipe's strategy, before their state is restored."""
 
     joined: JoinedRank
@@ -72,7 +72,7 @@ class BuiltModel:
 
 
 @contextmanager
-def build(process: ProcessContext, joined: JoinedRank) -> Iterator[BuiltModel]:
+def build(process: ProcessContext, joined: JoinedRank) -> Iterator[_BuiltModel]:
     """Build model and optimizer, or keep those of this process's last run. On all ranks."""
     task, world, recall = joined.inputs.task, joined.world, process.recall
     last, process.run = process.run, None  # a half-restored model must not be reused
@@ -113,7 +113,7 @@ def build(process: ProcessContext, joined: JoinedRank) -> Iterator[BuiltModel]:
         limit_waits(recipe.elastic.timeout_seconds)
         process.startup.mark("model")
         process.pulse.report(0, "load")
-        yield BuiltModel(
+        yield _BuiltModel(
             joined, recipe, task, mesh, plan, model, optimizer, kept, checkpointer, attention
         )
 
@@ -146,7 +146,7 @@ def with_copied_model(task: Task) -> Task:
 
 
 @contextmanager
-def restore_state(process: ProcessContext, built: BuiltModel) -> Iterator[Run]:
+def restore_state(process: ProcessContext, built: _BuiltModel) -> Iterator[Run]:
     """Restore the newest checkpoint, else begin with `model.init_from` or drawn weights; then begin
     the ledger's lines of this attempt. On all ranks."""
     recipe, task, model, checkpointer = built.recipe, built.task, built.model, built.checkpointer
@@ -222,7 +222,7 @@ def restore_state(process: ProcessContext, built: BuiltModel) -> Iterator[Run]:
 
 
 def start_line(
-    built: BuiltModel,
+    built: _BuiltModel,
     progress: Progress,
     state: Mapping[str, Any] | None,
     changed: Mapping[str, tuple[Any, Any]],

@@ -9,7 +9,7 @@ from elastic.node.files import read_text, write_new
 from trainer.run.sinks import recipe_of
 
 
-class Mlflow:
+class _Mlflow:
     """A sink that logs to the MLflow server at MLFLOW_TRACKING_URI. A file in the run directory
     keeps the id of the MLflow run. A step that is computed again has both values, sorted by
     time."""
@@ -48,7 +48,7 @@ class Mlflow:
         self._client.set_terminated(self._run)
 
 
-class Trackio:
+class _Trackio:
     """A sink that logs to trackio: to its local database, or to the Space TRACKIO_SPACE_ID."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -66,4 +66,4 @@ class Trackio:
         self._run.finish()
 
 
-mlflow, trackio = Mlflow, Trackio  # the names for `tracking.sinks`
+mlflow, trackio = _Mlflow, _Trackio  # the names for `tracking.sinks`

@@ -42,7 +42,7 @@ def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, str, Task | None, dict[
     DataError or ConfigError.
 
     Returns:
-        The fields of `RunInputs`. The task is None if model or data is a user's own, which ranks
+        The fields of `_RunInputs`. The task is None if model or data is a user's own, which ranks
         build: that code may start threads or CUDA, which does not survive a fork. With
         `data.factory` the identity lacks the data.
     """
@@ -56,7 +56,7 @@ def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, str, Task | None, dict[
 
 
 @dataclass(frozen=True)
-class RunInputs:
+class _RunInputs:
     """What a rank trains on."""
 
     recipe: Recipe
@@ -67,7 +67,7 @@ class RunInputs:
     """All that determines a step, see identity.py."""
 
 
-def read_inputs(process: ProcessContext) -> RunInputs:
+def read_inputs(process: ProcessContext) -> _RunInputs:
     """Read and check the recipe and what it names, before anything of the run is written or a GPU
     is claimed. Raises RecipeError, DataError, ConfigError or CheckpointError, one line per
     problem."""
@@ -82,14 +82,14 @@ def read_inputs(process: ProcessContext) -> RunInputs:
     rank, _, world_size, local_world_size = read_environment()
     check_inputs(recipe, task, rank, world_size, local_world_size)
     process.startup.mark("checks")
-    return RunInputs(recipe, text, task, with_data(identity, identity_of(task.stream)))
+    return _RunInputs(recipe, text, task, with_data(identity, identity_of(task.stream)))
 
 
 @dataclass(frozen=True)
 class JoinedRank:
     """A rank in its process group, and what all ranks have agreed on."""
 
-    inputs: RunInputs
+    inputs: _RunInputs
     """With the changes of the data that rank 0 has accepted, see data_changes.py."""
     world: World
     agreement: Agreement
@@ -98,7 +98,7 @@ class JoinedRank:
 
 
 @contextmanager
-def join(process: ProcessContext, inputs: RunInputs) -> Iterator[JoinedRank]:
+def join(process: ProcessContext, inputs: _RunInputs) -> Iterator[JoinedRank]:
     """Keep other launches out of the run while entered, join the process group, and agree with the
     other ranks on what is trained. On all ranks. Raises RecipeError or StorageError as `hold` does,
     and RecipeError if some ranks would train something else."""
@@ -122,7 +122,7 @@ def join(process: ProcessContext, inputs: RunInputs) -> Iterator[JoinedRank]:
             recipe = shared_changes(recipe, changes)
             task, identity = build_task(recipe), {**identity, **of_recipe(recipe)}
             identity = with_data(identity, identity_of(task.stream))
-            inputs = RunInputs(recipe, dump_recipe(recipe), task, identity)
+            inputs = _RunInputs(recipe, dump_recipe(recipe), task, identity)
             agreement = check_agreement(recipe, identity, world.device)
             if rank == 0:
                 keep_recipe(recipe.directory, inputs.text)

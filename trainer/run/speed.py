@@ -34,7 +34,7 @@ class SpeedRecorder:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._window, self._stages = SpeedWindow(), run.mesh.stages
+        self._window, self._stages = _SpeedWindow(), run.mesh.stages
         self._paces = [StragglerState() for _ in self._stages]
 
     @contextmanager
@@ -70,7 +70,7 @@ class SpeedRecorder:
         step, steps = run.progress.step, run.recipe.run.steps
         columns = terminal_columns(sys.stdout)
         run.log.record(step, values, step_line(step, steps, values, run.task.unit, columns))
-        self._window = SpeedWindow()
+        self._window = _SpeedWindow()
 
     def _name_stragglers(self, seconds: Sequence[float], sequences: Sequence[float]) -> None:
         for stage, ranks in enumerate(self._stages):  # pipeline stages differ in work
@@ -117,7 +117,7 @@ def bubble(ran: Sequence[float], waited: Sequence[float]) -> float:
     return 1 - busy / (len(ran) * max(ran))
 
 
-class SpeedWindow:
+class _SpeedWindow:
     """Collects the step times of one log interval, which begins when the object is created."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class SpeedWindow:
         return time.perf_counter() - self._began - self.left_out
 
 
-def step_record(run: Run, result: StepResult, window: SpeedWindow) -> dict[str, float]:
+def step_record(run: Run, result: StepResult, window: _SpeedWindow) -> dict[str, float]:
     """Return the record of a log interval for metrics.jsonl, by the names in docs/metrics.md."""
     recipe, progress, device = run.recipe, run.progress, run.world.device
     elapsed, seconds = window.elapsed, [one.seconds for one in window.results]

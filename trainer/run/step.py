@@ -314,7 +314,7 @@ def usual_count(run: Run) -> float:
 
 
 @dataclass(frozen=True)
-class PassSums:
+class _PassSums:
     """What a forward pass adds to the sums of its step, detached."""
 
     marks: tuple[Any, Any]
@@ -329,7 +329,7 @@ class PassSums:
 
 def compute_pass(
     run: Run, micro_batch: MicroBatch, batch: Mapping[str, Any], forward: ForwardPass
-) -> PassSums:
+) -> _PassSums:
     """Call the model for a micro-batch, whose inputs are `batch`, and set `forward.root`, the loss
     from which backward begins."""
     device = run.world.device
@@ -345,7 +345,7 @@ def compute_pass(
     result = forward(on_device)
     marks = began, mark(device)
     if not isinstance(result, dict):
-        return PassSums(marks)
+        return _PassSums(marks)
     # A micro-batch that only fills up a rank's passes counts 0.
     count = result.pop(COUNT, batch.get(COUNTED, len(micro_batch.positions))) * micro_batch.real
     # Weighted by the count, so that micro-batches with unequal counts add up to one mean.
@@ -354,7 +354,7 @@ def compute_pass(
     forward.root = loss * run.progress.loss_scale.value
     count = count.detach() if isinstance(count, torch.Tensor) else count
     means = {name: mean.detach() for name, mean in result.items()}
-    return PassSums(marks, loss.detach(), count, means)
+    return _PassSums(marks, loss.detach(), count, means)
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

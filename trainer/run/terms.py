@@ -71,7 +71,7 @@ def holder_of(run: ObjectPath, number: int) -> TermHolder | None:
     return holder if valid else None
 
 
-class Term:
+class _Term:
     """A claimed term of this process. A thread writes its heartbeat until `release` or `stop`."""
 
     def __init__(
@@ -115,7 +115,7 @@ class Term:
             self._end.wait(BEAT_SECONDS)
 
 
-def claim(run: ObjectPath, job: str, launcher: str) -> Term:
+def claim(run: ObjectPath, job: str, launcher: str) -> _Term:
     """Claim the next term of a run. `job`, `launcher`: see `TermHolder`. Raises OccupiedError if
     another launch trains this run, StorageError if the store does not answer or ignores conditional
     writes."""
@@ -135,7 +135,7 @@ def claim(run: ObjectPath, job: str, launcher: str) -> Term:
         except FileExistsError:  # another process was faster; a listing may lack its term
             known = newest + 1
             continue
-        return Term(run, newest + 1, own, before)
+        return _Term(run, newest + 1, own, before)
 
 
 def _wait_for_the_dead(

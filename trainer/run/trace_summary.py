@@ -41,7 +41,7 @@ _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True)
-class OperatorTime:
+class _OperatorTime:
     """Time of an operator or GPU kernel, excluding operators that it calls."""
 
     name: str
@@ -66,7 +66,7 @@ class RankProfile:
     """Number of checkpoints that began in the profiled steps."""
     checkpoint: float
     """Seconds by which checkpoints delayed the steps."""
-    operators: list[OperatorTime]
+    operators: list[_OperatorTime]
     """Operators (on a GPU: kernels), sorted by time, longest first."""
     collectives: dict[str, int]
     """Name of a collective → calls in all steps."""
@@ -169,7 +169,7 @@ def _phase(event: dict[str, Any]) -> str:
     return "compute" if name.startswith(_COMPUTE) else ""
 
 
-def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> list[OperatorTime]:
+def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> list[_OperatorTime]:
     kinds = _KERNELS if on_gpu else ("cpu_op",)
     own: dict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
@@ -186,7 +186,9 @@ def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> li
         calls[event["name"]] += 1
         stack.append((event["ts"] + event["dur"], event["name"]))
     shown = [name for name in own if on_gpu or name.startswith(_COMPUTE)]
-    operators = [OperatorTime(name, calls[name] / steps, own[name] / steps / 1e6) for name in shown]
+    operators = [
+        _OperatorTime(name, calls[name] / steps, own[name] / steps / 1e6) for name in shown
+    ]
     return sorted(operators, key=lambda operator: -operator.seconds)
 
 

@@ -26,14 +26,14 @@ _STILL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class WandbHistoryRow:
+class _WandbHistoryRow:
     """A row of a run's history: W&B's step, and the time of its last record in Unix seconds."""
 
     step: int
     time: float
 
 
-def last_row(directory: Path, run_id: str, up_to: float = math.inf) -> WandbHistoryRow | None:
+def last_row(directory: Path, run_id: str, up_to: float = math.inf) -> _WandbHistoryRow | None:
     """Return the newest row with a W&B step of at most `up_to` in all files of a run; None if there
     is none. `directory`: where W&B has a folder for each start and resume of the run."""
     found = []
@@ -64,7 +64,7 @@ def cut_torn(directory: Path, run_id: str, own: Path) -> None:
                 file.truncate(whole)
 
 
-def read_rows(path: Path, offset: int) -> tuple[list[WandbHistoryRow], int]:
+def read_rows(path: Path, offset: int) -> tuple[list[_WandbHistoryRow], int]:
     """Read the rows after an offset; returns them and the offset of the first incomplete record.
     `offset`: the start of a block, or a result of this function. Raises OSError if the file is
     missing, not a regular file, or belongs to another user."""
@@ -126,7 +126,7 @@ def _records(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:
             parts = []
 
 
-def _row(record: bytes) -> WandbHistoryRow | None:
+def _row(record: bytes) -> _WandbHistoryRow | None:
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -139,7 +139,7 @@ def _row(record: bytes) -> WandbHistoryRow | None:
             if "_timestamp" in (item.key, *item.nested_key):
                 moment = float(json.loads(item.value_json))
                 if math.isfinite(moment):
-                    return WandbHistoryRow(parsed.history.step.num, moment)
+                    return _WandbHistoryRow(parsed.history.step.num, moment)
     except (DecodeError, ValueError, TypeError):
         return None
     return None

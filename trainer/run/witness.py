@@ -124,7 +124,7 @@ class GradientComparison:
     """Digests for this rank's own micro-batches: (draws,) int64."""
     witnessed: torch.Tensor
     """Digests for the micro-batches that this rank computed as a witness: (draws,) int64."""
-    digests: "GradientDigests"
+    digests: "_GradientDigests"
 
     def begin_pass(self, number: int) -> None:
         """Begin pass `number` of this rank's own passes. Digest its gradients if it is drawn."""
@@ -147,7 +147,7 @@ class GradientComparison:
         return (total & MASK).double()
 
 
-class GradientDigests:
+class _GradientDigests:
     """Computes digests of the gradients of backward passes, by hooks on the parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -241,7 +241,7 @@ class Witness:
         if not draws or run.first_step:
             yield None
             return
-        digests = GradientDigests(gathered_parameters(run.model.module))
+        digests = _GradientDigests(gathered_parameters(run.model.module))
         own = torch.zeros(len(draws), dtype=torch.int64, device=run.world.device)
         rank = run.mesh.dp_rank
         comparison = GradientComparison(

@@ -55,7 +55,7 @@ State = Literal["ok", "note", "WRONG"]
 
 
 @dataclass(frozen=True)
-class MachineFinding:
+class _MachineFinding:
     """The result of one check of the machine."""
 
     name: str
@@ -65,7 +65,7 @@ class MachineFinding:
     cure: str = ""
 
 
-def examine(recipe: Recipe | None = None) -> Iterator[MachineFinding]:
+def examine(recipe: Recipe | None = None) -> Iterator[_MachineFinding]:
     """Check this machine. With a recipe, also check its run directory, buckets and extras; without
     one, check the working directory, and require no extra."""
     yield _ok("python", f"{platform.python_version()}, {sys.executable}")
@@ -87,10 +87,10 @@ def examine(recipe: Recipe | None = None) -> Iterator[MachineFinding]:
     if not problems:
         yield _ok("health", "cores and GPUs compute right; links and ports are in order")
     for problem in problems:
-        yield MachineFinding("health", "WRONG" if problem.refuses else "note", str(problem))
+        yield _MachineFinding("health", "WRONG" if problem.refuses else "note", str(problem))
 
 
-def report(findings: list[MachineFinding]) -> str:
+def report(findings: list[_MachineFinding]) -> str:
     """Format findings as a table with remedies; the last line says whether training can start."""
     shown = []
     lines = table([[finding.state, finding.name, finding.what] for finding in findings])
@@ -101,11 +101,11 @@ def report(findings: list[MachineFinding]) -> str:
     return "\n".join([*shown, "", end or "training can start here"])
 
 
-def _ok(name: str, what: str) -> MachineFinding:
-    return MachineFinding(name, "ok", what)
+def _ok(name: str, what: str) -> _MachineFinding:
+    return _MachineFinding(name, "ok", what)
 
 
-def _torch(recipe: Recipe | None) -> Iterator[MachineFinding]:
+def _torch(recipe: Recipe | None) -> Iterator[_MachineFinding]:
     # NVML counts GPUs without a CUDA context, which would take memory on each GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
@@ -113,7 +113,7 @@ def _torch(recipe: Recipe | None) -> Iterator[MachineFinding]:
         import torch.distributed as dist
     # OSError: a shared library is missing or damaged
     except (ImportError, OSError) as error:
-        yield MachineFinding("torch", "WRONG", f"cannot be imported: {error}", "pip install torch")
+        yield _MachineFinding("torch", "WRONG", f"cannot be imported: {error}", "pip install torch")
         return
     built = torch.version.cuda or torch.version.hip
     gloo = "gloo" if dist.is_gloo_available() else "no gloo"
@@ -125,19 +125,19 @@ def _torch(recipe: Recipe | None) -> Iterator[MachineFinding]:
     yield _gpus(recipe, built, torch.cuda.is_available() and torch.cuda.device_count())
 
 
-def _gpus(recipe: Recipe | None, built: str | None, count: int) -> MachineFinding:
+def _gpus(recipe: Recipe | None, built: str | None, count: int) -> _MachineFinding:
     driver, wanted = _driver(), "cpu" if recipe is None else recipe.run.device
     if count and wanted != "cpu":
         return _ok("GPUs", f"{count}: {driver or 'nvidia-smi does not answer'}")
     if driver and not built:
         cure = "pip install --force-reinstall torch, from the index of its CUDA builds"
-        return MachineFinding("GPUs", "WRONG", f"{driver}; torch is built for the CPU alone", cure)
+        return _MachineFinding("GPUs", "WRONG", f"{driver}; torch is built for the CPU alone", cure)
     if driver and not count:
         cure = f"install a driver for CUDA {built}, or torch for the CUDA that nvidia-smi shows"
-        return MachineFinding("GPUs", "WRONG", f"{driver}; torch {built} cannot use them", cure)
+        return _MachineFinding("GPUs", "WRONG", f"{driver}; torch {built} cannot use them", cure)
     if wanted == "cuda":
         cure = "install NVIDIA's driver; in a container, docker run --gpus all"
-        return MachineFinding("GPUs", "WRONG", "none, but run.device is cuda", cure)
+        return _MachineFinding("GPUs", "WRONG", "none, but run.device is cuda", cure)
     return _ok("GPUs", f"{count or 'none'}: training uses {usable_cores()} CPU core(s)")
 
 
@@ -155,12 +155,12 @@ def _driver() -> str:
     return "; ".join(dict.fromkeys(listed.splitlines()))
 
 
-def _room() -> Iterator[MachineFinding]:
+def _room() -> Iterator[_MachineFinding]:
     yield _ok("memory", f"{available_bytes() / 1e9:.1f} GB free, {usable_cores()} core(s)")
     try:
         status = os.statvfs("/dev/shm")
     except OSError as error:
-        yield MachineFinding("/dev/shm", "note", str(error), "mount a tmpfs there")
+        yield _MachineFinding("/dev/shm", "note", str(error), "mount a tmpfs there")
         return
     size, free = (count * status.f_frsize for count in (status.f_blocks, status.f_bavail))
     what = f"{free / 1e9:.2f} GB free of {size / 1e9:.2f}"
@@ -169,10 +169,10 @@ def _room() -> Iterator[MachineFinding]:
         return
     what += "; a restart from memory needs room for a copy of the state, NCCL for buffers"
     cure = "remove files there; in a container, docker run --ipc=host, or an emptyDir of medium "
-    yield MachineFinding("/dev/shm", "note", what, f"{cure}Memory")
+    yield _MachineFinding("/dev/shm", "note", what, f"{cure}Memory")
 
 
-def _folder(directory: Path) -> Iterator[MachineFinding]:
+def _folder(directory: Path) -> Iterator[_MachineFinding]:
     """Check the file operations that a run directory needs, in it or its nearest existing
     parent."""
     place = directory.absolute()
@@ -188,12 +188,12 @@ def _folder(directory: Path) -> Iterator[MachineFinding]:
     except OSError as error:
         what = f"{place} cannot be written: {error.strerror}"
         cure = "choose another run.dir, or correct its permissions"
-        yield MachineFinding("run.dir", "WRONG", what, cure)
+        yield _MachineFinding("run.dir", "WRONG", what, cure)
         return
     what = f"{place}: {kind or 'unknown filesystem'}, {shared}, {free:.1f} GB free"
     yield _ok("run.dir", what)
     for problem, cure in lacking:
-        yield MachineFinding("run.dir", "note", f"{place}: {problem}", cure)
+        yield _MachineFinding("run.dir", "note", f"{place}: {problem}", cure)
 
 
 def _lacking(scratch: Path) -> Iterator[tuple[str, str]]:
@@ -216,14 +216,14 @@ def _lacking(scratch: Path) -> Iterator[tuple[str, str]]:
     os.replace(file, scratch / "c")
 
 
-def _limits() -> Iterator[MachineFinding]:
+def _limits() -> Iterator[_MachineFinding]:
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY or files >= ENOUGH_FILES:
         yield _ok("open files", "unlimited" if files < 0 else f"{files:,} a process")
     else:
         cure = "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
         what = f"{files:,}: too few for jobs of many nodes"
-        yield MachineFinding("open files", "note", what, cure)
+        yield _MachineFinding("open files", "note", what, cure)
     names = ", ".join(_entries("/sys/class/infiniband"))
     if not names:
         return
@@ -232,21 +232,21 @@ def _limits() -> Iterator[MachineFinding]:
     except OSError:
         cure = "apt-get install libibverbs1 ibverbs-providers"
         what = f"{names}; NCCL uses TCP without libibverbs"
-        yield MachineFinding("InfiniBand", "note", what, cure)
+        yield _MachineFinding("InfiniBand", "note", what, cure)
         return
     _, locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked == resource.RLIM_INFINITY:
         yield _ok("InfiniBand", names)
     else:
         cure = "ulimit -l unlimited; docker run --ulimit memlock=-1"
-        yield MachineFinding("InfiniBand", "note", f"{names}; memlock is {locked:,} bytes", cure)
+        yield _MachineFinding("InfiniBand", "note", f"{names}; memlock is {locked:,} bytes", cure)
 
 
 def _entries(folder: str) -> list[str]:
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
 
-def _network() -> Iterator[MachineFinding]:
+def _network() -> Iterator[_MachineFinding]:
     up = []
     for name in _entries("/sys/class/net"):
         with suppress(OSError):
@@ -263,7 +263,7 @@ def _network() -> Iterator[MachineFinding]:
         loopback, what = True, f"{host} has no address: {error.strerror}"
     if loopback:
         cure = "for jobs of several nodes correct /etc/hosts, or use --local-addr"
-        yield MachineFinding("host name", "note", what, cure)
+        yield _MachineFinding("host name", "note", what, cure)
     else:
         yield _ok("host name", what)
     try:
@@ -272,10 +272,10 @@ def _network() -> Iterator[MachineFinding]:
     except OSError as error:
         what = f"{STORE_PORT}: {error.strerror}; a store or another program uses it"
         cure = "perdure store --port N, and the same in the endpoint"
-        yield MachineFinding("port", "note", what, cure)
+        yield _MachineFinding("port", "note", what, cure)
 
 
-def _compiler(recipe: Recipe | None) -> Iterator[MachineFinding]:
+def _compiler(recipe: Recipe | None) -> Iterator[_MachineFinding]:
     installed = {
         "g++": shutil.which("g++") or shutil.which("clang++"),
         "python3-dev": (Path(sysconfig.get_paths()["include"]) / "Python.h").exists(),
@@ -287,7 +287,7 @@ def _compiler(recipe: Recipe | None) -> Iterator[MachineFinding]:
     needed = recipe is not None and recipe.strategy.compile
     what = f"no {' and no '.join(missing)}, which torch.compile needs"
     cure = f"apt-get install {' '.join(missing)}"
-    yield MachineFinding("compiler", "WRONG" if needed else "note", what, cure)
+    yield _MachineFinding("compiler", "WRONG" if needed else "note", what, cure)
 
 
 def _needed_extras(recipe: Recipe) -> set[str]:
@@ -302,13 +302,13 @@ def _remote(recipe: Recipe) -> dict[str, ObjectPath]:
     return {key: ObjectPath.of(path) for key, path in recipe.paths.items() if "://" in path}
 
 
-def buckets(recipe: Recipe) -> Iterator[MachineFinding]:
+def buckets(recipe: Recipe) -> Iterator[_MachineFinding]:
     """Check that this machine has access to what a recipe names in object stores. Reads only."""
     for key, place in _remote(recipe).items():
         try:
             store_of(place).children(place)
         except (CheckpointError, OSError) as error:  # the message has the remedy
-            yield MachineFinding(key, "WRONG", explain(error))
+            yield _MachineFinding(key, "WRONG", explain(error))
         else:
             yield _ok(key, f"{place} can be read")
 
@@ -325,11 +325,11 @@ def _requirements() -> dict[str, str]:
     return {extra: by_extra[extra] for extra in PURPOSES if extra in by_extra}
 
 
-def _extra(extra: str, requirement: str, *, needed: bool) -> MachineFinding:
+def _extra(extra: str, requirement: str, *, needed: bool) -> _MachineFinding:
     name = re.split(r"[^\w.-]", requirement)[0]
     try:
         return _ok(extra, f"{name} {version(name)}, for {PURPOSES[extra]}")
     except PackageNotFoundError:
         state: State = "WRONG" if needed else "note"
         what = f"{name} is not installed: {PURPOSES[extra]}"
-        return MachineFinding(extra, state, what, f"pip install {shlex.quote(requirement)}")
+        return _MachineFinding(extra, state, what, f"pip install {shlex.quote(requirement)}")

@@ -49,7 +49,7 @@ _Piece: TypeAlias = tuple[Ids, NDArray[np.int64]]
 """(ids (N,), begin and end of each token in characters: (N, 2), or (0, 2) if unknown)"""
 
 
-class EncodedText(NamedTuple):
+class _EncodedText(NamedTuple):
     """Tokens of a rendered chat."""
 
     text: str
@@ -60,7 +60,7 @@ class EncodedText(NamedTuple):
     """(characters, tokens) before each piece of the text; [(0, 0)] if it has marked letters."""
 
 
-class ChatDocument(NamedTuple):
+class _ChatDocument(NamedTuple):
     """Tokens of one training document."""
 
     ids: Ids
@@ -115,7 +115,7 @@ class ChatEncoder:
         self._kept, self._rests = {}, {}
         self._encoded([piece for one in marked for piece in self._pieces(split_blocks(one)[0])])
 
-    def encode(self, marked: str) -> EncodedText:
+    def encode(self, marked: str) -> _EncodedText:
         text, blocks = split_blocks(marked)
         pieces = self._pieces(text)
         parts = self._encoded(pieces)
@@ -132,9 +132,9 @@ class ChatEncoder:
         if SPELLED_BEGIN not in text:
             sizes = map(len, pieces), (len(part[0]) for part in parts)
             borders = list(zip(*(accumulate(one, initial=0) for one in sizes), strict=True))
-        return EncodedText(text, ids, numbers, borders)
+        return _EncodedText(text, ids, numbers, borders)
 
-    def shared(self, whole: EncodedText, text: str) -> tuple[int, Ids]:
+    def shared(self, whole: _EncodedText, text: str) -> tuple[int, Ids]:
         """Return (number of leading tokens that a text without block marks shares with `whole`,
         further tokens of the text)."""
         count = bisect_left(
@@ -262,7 +262,7 @@ class SpanFinder:
                 break  # `documents` encodes the other chats
         self._encoder.learn(texts)
 
-    def documents(self, chat: RenderedChat, turns: Turns) -> list[ChatDocument]:
+    def documents(self, chat: RenderedChat, turns: Turns) -> list[_ChatDocument]:
         """Convert a chat to documents. Raises ChatError if it cannot be trained."""
         if chat.spelled and self._spelled == "reject":
             raise ChatError(
@@ -286,7 +286,7 @@ class SpanFinder:
         except RenderError as error:
             raise ChatError(f"the chat template rejects it: {error}") from error
 
-    def _whole(self, chat: RenderedChat) -> ChatDocument:
+    def _whole(self, chat: RenderedChat) -> _ChatDocument:
         whole = self._encoder.encode(chat.upto(len(chat.messages)))
         if not self._template.has_blocks:
             return self._document(whole, self._served(chat.trained, chat, whole))
@@ -299,7 +299,7 @@ class SpanFinder:
                 self._compare(whole, self._served(chat.trained, chat, whole), trained)
         return self._document(whole, trained)
 
-    def _answer(self, turn: int, chat: RenderedChat, place: str = "") -> ChatDocument:
+    def _answer(self, turn: int, chat: RenderedChat, place: str = "") -> _ChatDocument:
         whole = self._encoder.encode(chat.upto(turn + 1))
         trained = self._served([turn], chat, whole)
         if self._template.has_blocks:
@@ -309,7 +309,7 @@ class SpanFinder:
             self._compare(whole, served, trained)
         return self._document(whole, trained, place)
 
-    def _served(self, turns: Iterable[int], chat: RenderedChat, whole: EncodedText) -> Flags:
+    def _served(self, turns: Iterable[int], chat: RenderedChat, whole: _EncodedText) -> Flags:
         """Whether each token is one of Q after P, for the messages `turns`."""
         trained, led = np.zeros(len(whole.ids), bool), []
         for turn in turns:
@@ -334,7 +334,7 @@ class SpanFinder:
             self._examples.setdefault("led", self._text_of(led[0])[:60])
         return trained
 
-    def _compare(self, whole: EncodedText, served: Flags, blocks: Flags) -> None:
+    def _compare(self, whole: _EncodedText, served: Flags, blocks: Flags) -> None:
         differ = np.flatnonzero(served != blocks)
         if differ.size:
             first = differ[0]
@@ -345,7 +345,7 @@ class SpanFinder:
     def _text_of(self, ids: Ids) -> str:
         return self._encoder.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
-    def _document(self, whole: EncodedText, trained: Flags, place: str = "") -> ChatDocument:
+    def _document(self, whole: _EncodedText, trained: Flags, place: str = "") -> _ChatDocument:
         if self._loss == "all":
             trained = np.ones(len(whole.ids), bool)
         trained[:1] = False
@@ -353,7 +353,7 @@ class SpanFinder:
             raise ChatError(f"{place}it has no trained token")
         if self._encoder.special.isdisjoint(whole.ids[trained].tolist()):
             self._counts["endless"] += 1
-        return ChatDocument(whole.ids, trained, place)
+        return _ChatDocument(whole.ids, trained, place)
 
 
 def notes_for_user(noted: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from trainer.models.rotary import Rope
 from trainer.recipe.architecture import Architecture
 
 
-class CentredNorm(RMSNorm):
+class _CentredNorm(RMSNorm):
     """An RMSNorm that multiplies by 1 + weight."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -22,12 +22,12 @@ class CentredNorm(RMSNorm):
         return F.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)
 
 
-class ScaledAttention(Attention):
+class _ScaledAttention(Attention):
     """Attention whose scores are divided by √query_pre_attn_scalar instead of √head_dim."""
 
     def __init__(self, architecture: Architecture) -> None:
         size, eps = architecture.head_dim, architecture.rms_norm_eps
-        super().__init__(architecture, CentredNorm(size, eps), CentredNorm(size, eps))
+        super().__init__(architecture, _CentredNorm(size, eps), _CentredNorm(size, eps))
         scalar = (architecture.options or {}).get("query_pre_attn_scalar", 256)
         self.scale = (size / scalar) ** 0.5
 
@@ -41,10 +41,10 @@ class Gemma3Block(nn.Module):
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
-        norm = partial(CentredNorm, architecture.hidden_size, architecture.rms_norm_eps)
+        norm = partial(_CentredNorm, architecture.hidden_size, architecture.rms_norm_eps)
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
-        self.self_attn = ScaledAttention(architecture)
+        self.self_attn = _ScaledAttention(architecture)
         self.mlp = MLP(architecture, partial(F.gelu, approximate="tanh"))
 
     def forward(self, x: Tensor, rope: Rope | None, documents: Documents | None) -> Tensor:
@@ -67,7 +67,7 @@ def layers(architecture: Architecture) -> list[LayerKind]:
 
 
 def draw(name: str, shape: tuple[int, ...], architecture: Architecture, seed: int) -> Tensor:
-    """Draw a parameter. Weights of norms are zeros, because `CentredNorm` adds 1 to them."""
+    """Draw a parameter. Weights of norms are zeros, because `_CentredNorm` adds 1 to them."""
     drawn = init_parameter(name, shape, architecture, seed)
     return drawn.zero_() if name.endswith("norm.weight") else drawn
 
@@ -102,7 +102,7 @@ FAMILY = Family(
     },
     layers=layers,
     draw=draw,
-    norm=CentredNorm,
+    norm=_CentredNorm,
     embedding_scale=lambda architecture: architecture.hidden_size**0.5,
     tensor_plan=TENSOR_PLAN,
 )

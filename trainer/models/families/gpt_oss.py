@@ -18,7 +18,7 @@ from trainer.recipe import ParameterGroup
 from trainer.recipe.architecture import Architecture
 
 
-class SinkAttention(Attention):
+class _SinkAttention(Attention):
     """Attention with a sink for each query head, see [Note: sinks] in attention.py."""
 
     def __init__(self, architecture: Architecture) -> None:
@@ -32,7 +32,7 @@ class SinkAttention(Attention):
         return attend(q, k, v, documents, self.sinks)
 
 
-class ClampedExperts(nn.Module):
+class _ClampedExperts(nn.Module):
     """Experts with biases and a clamped gate, with stacked weights."""
 
     def __init__(self, architecture: Architecture) -> None:
@@ -64,7 +64,7 @@ class ClampedExperts(nn.Module):
         return affine(gated, self.down_proj, self.down_proj_bias)
 
 
-class BiasedMoE(MoE):
+class _BiasedMoE(MoE):
     """A mixture of experts whose router has a bias. The weights of a token's experts are the
     softmax of their scores alone."""
 
@@ -76,7 +76,7 @@ class BiasedMoE(MoE):
         check_experts(options, "num_local_experts")
         self.top, self.normalised, self.rate = options["num_experts_per_tok"], True, 0.0
         self.router = nn.Linear(architecture.hidden_size, options["num_local_experts"])
-        self.experts = ClampedExperts(architecture)
+        self.experts = _ClampedExperts(architecture)
 
     def logits(self, tokens: Tensor) -> Tensor:
         scores: Tensor = self.router(tokens)
@@ -115,7 +115,7 @@ FAMILY = Family(
     model_type="gpt_oss",
     model_class="GptOssForCausalLM",
     block=lambda architecture: MoEBlock(
-        architecture, SinkAttention(architecture), BiasedMoE(architecture)
+        architecture, _SinkAttention(architecture), _BiasedMoE(architecture)
     ),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     defaults={

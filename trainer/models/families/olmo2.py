@@ -9,7 +9,7 @@ from trainer.models.rotary import Rope
 from trainer.recipe.architecture import Architecture
 
 
-class WideNorm(RMSNorm):
+class _WideNorm(RMSNorm):
     """An RMSNorm over all heads of a token together."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ class Olmo2Block(nn.Module):
         super().__init__()
         hidden, eps = architecture.hidden_size, architecture.rms_norm_eps
         heads, key_heads = architecture.num_attention_heads, architecture.num_key_value_heads
-        q_norm, k_norm = (WideNorm(n * architecture.head_dim, eps) for n in (heads, key_heads))
+        q_norm, k_norm = (_WideNorm(n * architecture.head_dim, eps) for n in (heads, key_heads))
         self.self_attn = Attention(architecture, q_norm, k_norm)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = MLP(architecture)

@@ -15,7 +15,7 @@ def fused(inputs: int, *sections: int) -> nn.Linear:
     return product
 
 
-class FusedAttention(Attention):
+class _FusedAttention(Attention):
     """Attention with one product for queries, keys and values."""
 
     def __init__(self, architecture: Architecture) -> None:
@@ -38,7 +38,7 @@ class FusedAttention(Attention):
         return q, k, v
 
 
-class FusedMLP(nn.Module):
+class _FusedMLP(nn.Module):
     """SwiGLU with one product for gate and up."""
 
     def __init__(self, architecture: Architecture) -> None:
@@ -74,7 +74,7 @@ FAMILY = Family(
     model_type="phi3",
     model_class="Phi3ForCausalLM",
     block=lambda architecture: Block(
-        architecture, FusedAttention(architecture), FusedMLP(architecture)
+        architecture, _FusedAttention(architecture), _FusedMLP(architecture)
     ),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     defaults={

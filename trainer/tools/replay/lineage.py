@@ -103,7 +103,7 @@ def newest_lineage(history: History) -> Lineage:
 
 
 @dataclass(frozen=True)
-class ReplayStates:
+class _ReplayStates:
     """The checkpoints of a run: those from which a replay can begin, and those it cannot use."""
 
     steps: Sequence[int]
@@ -114,7 +114,7 @@ class ReplayStates:
     """Step → attempt outside the lineage, whose checkpoint may have other rounding."""
 
 
-def stored_states(directory: Place, lineage: Lineage) -> ReplayStates:
+def stored_states(directory: Place, lineage: Lineage) -> _ReplayStates:
     """Find the checkpoints of a run, without reading tensors."""
     steps, damaged, aside = [], [], dict[int, str]()
     for path in list_steps(directory):
@@ -129,7 +129,7 @@ def stored_states(directory: Place, lineage: Lineage) -> ReplayStates:
             steps.append(step)
         elif step is not None:
             aside[step] = str(attempt)
-    return ReplayStates(steps, damaged, aside)
+    return _ReplayStates(steps, damaged, aside)
 
 
 def beginning(lineage: Lineage, stored: Collection[int], step: int) -> int:

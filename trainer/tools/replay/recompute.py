@@ -53,7 +53,7 @@ SHOWN = 5
 
 
 @dataclass
-class SpanReplay:
+class _SpanReplay:
     """The recomputation of one span of steps: progress, kept states and problems."""
 
     request: ReplayRequest
@@ -110,7 +110,7 @@ def recompute(request: ReplayRequest, outcome: ReplayOutcome) -> None:
     sources = Sources(run, request.data, Path(request.scratch))
     lineage = newest_lineage(read_history(run))
     for span in request.spans:
-        replay = SpanReplay(request, sources, lineage, world, outcome, span)
+        replay = _SpanReplay(request, sources, lineage, world, outcome, span)
         if request.examined:
             _walk_from_good_state(replay)
             continue
@@ -131,7 +131,7 @@ def recompute(request: ReplayRequest, outcome: ReplayOutcome) -> None:
         replay.say(result)
 
 
-def _walk_from_good_state(replay: SpanReplay) -> None:
+def _walk_from_good_state(replay: _SpanReplay) -> None:
     """Recompute a span. If its checkpoint cannot be loaded, begin from an older one."""
     stored = set(replay.request.stored)
     while True:
@@ -143,13 +143,13 @@ def _walk_from_good_state(replay: SpanReplay) -> None:
                 raise
             stored.remove(begin)
             older = StepSpan(beginning(replay.lineage, stored, end), end)
-            replay = SpanReplay(
+            replay = _SpanReplay(
                 replay.request, replay.sources, replay.lineage, replay.world, replay.outcome, older
             )
             replay.say(f"note: {error}; now computing {_named(older)}")
 
 
-def _walk(replay: SpanReplay) -> None:
+def _walk(replay: _SpanReplay) -> None:
     """Recompute a span, rebuilding the run for each attempt on the way."""
     lineage, span, at = replay.lineage, replay.span, replay.span.begin
     first = replay.sources.recipe_of(lineage.attempt_of(at + 1))
@@ -162,7 +162,7 @@ def _walk(replay: SpanReplay) -> None:
         at, states = until, replay.states
 
 
-def _checkpoint_deleted(replay: SpanReplay) -> bool:
+def _checkpoint_deleted(replay: _SpanReplay) -> bool:
     with suppress(*known_errors()):
         recipe = replay.sources.recipe_of(replay.lineage.attempt_of(replay.span.begin + 1))
         names = {path.name for path in list_steps(replay.sources.states_of(recipe))}
@@ -171,7 +171,7 @@ def _checkpoint_deleted(replay: SpanReplay) -> bool:
 
 
 def _stretch(
-    replay: SpanReplay, attempt: Attempt, begin: int, until: int, states: Place, storage: Place
+    replay: _SpanReplay, attempt: Attempt, begin: int, until: int, states: Place, storage: Place
 ) -> None:
     """Recompute steps that share a recipe, from the state of step `begin` in `states`."""
     recipe = replay.sources.recipe_of(attempt)
@@ -182,7 +182,7 @@ def _stretch(
 
 
 def _steps(
-    replay: SpanReplay, run: Run, kind: Mapping[str, str], until: int, storage: Place
+    replay: _SpanReplay, run: Run, kind: Mapping[str, str], until: int, storage: Place
 ) -> None:
     """Recompute and compare the steps of one rebuilt run. `kind`: code, torch and hardware of this
     replay."""
@@ -233,7 +233,7 @@ def _inputs(run: Run) -> Iterator[Inputs]:
         batches.close()
 
 
-def _provable(replay: SpanReplay, run: Run, attempt: Attempt, kind: Mapping[str, str]) -> Proof:
+def _provable(replay: _SpanReplay, run: Run, attempt: Attempt, kind: Mapping[str, str]) -> Proof:
     """Return how far a step of an attempt must agree with its recomputation here."""
     start, world = attempt.start, run.world
     unlike = [
@@ -266,7 +266,7 @@ def _weaker(one: Proof, other: Proof) -> Proof:
 
 
 def _compare(
-    replay: SpanReplay, run: Run, step: int, first: int, recomputed: StepNumbers
+    replay: _SpanReplay, run: Run, step: int, first: int, recomputed: StepNumbers
 ) -> list[str]:
     """Compare a step, whose first sequence is `first`, with the ledger. Return the differences."""
     line = replay.lineage.recorded(step)
@@ -291,7 +291,7 @@ def _compare(
     return clauses
 
 
-def _check_validation(replay: SpanReplay, run: Run, attempt: Attempt) -> None:
+def _check_validation(replay: _SpanReplay, run: Run, attempt: Attempt) -> None:
     """If the attempt validated the weights after this step, do so, and compare the means.
     Collective."""
     recorded = attempt.validations.get(run.progress.step)
@@ -305,7 +305,7 @@ def _check_validation(replay: SpanReplay, run: Run, attempt: Attempt) -> None:
     )
 
 
-def _check_state(replay: SpanReplay, run: Run, storage: Place) -> None:
+def _check_state(replay: _SpanReplay, run: Run, storage: Place) -> None:
     """Compare weights and moments after a step with their digests in the ledger, else with the
     checkpoint, if the step was saved. Collective."""
     step = run.progress.step
@@ -326,7 +326,7 @@ def _check_state(replay: SpanReplay, run: Run, storage: Place) -> None:
     )
 
 
-def _check_stored(replay: SpanReplay, storage: Place) -> None:
+def _check_stored(replay: _SpanReplay, storage: Place) -> None:
     """Compare the checkpoints at both ends of a span with their digests in the ledger. Collective;
     rank 0 reads."""
 
@@ -366,7 +366,7 @@ def _named(span: StepSpan) -> str:
     return f"steps {span.begin + 1} to {span.end} from {origin}"
 
 
-def _summary(replay: SpanReplay) -> str:
+def _summary(replay: _SpanReplay) -> str:
     how = {
         "bits": "compared bit by bit",
         "rounding": f"compared but for rounding, losses differ by {replay.furthest:.1e} at most",
@@ -379,7 +379,7 @@ def _summary(replay: SpanReplay) -> str:
 # --- one step --------------------------------------------------------------------------------
 
 
-def _explain_step(replay: SpanReplay, run: Run, inputs: Inputs, step: int) -> None:
+def _explain_step(replay: _SpanReplay, run: Run, inputs: Inputs, step: int) -> None:
     """Compute a step again. Print its loss, norm and digest, their comparison with the ledger, and
     on request an explanation (why.py)."""
     line = replay.lineage.recorded(step)
@@ -420,7 +420,7 @@ def _skipped(run: Run, result: Gradients, line: StepLine | None) -> str:
     return "weights" if suspected and not_finite_anywhere(run) else ""
 
 
-def _sentence(replay: SpanReplay, recorded: bool, clauses: Sequence[str]) -> str:
+def _sentence(replay: _SpanReplay, recorded: bool, clauses: Sequence[str]) -> str:
     if not recorded:
         return "not at all: the ledger has no line of this step"
     if clauses:

@@ -63,7 +63,7 @@ SHOWN_TOKENS, SHOWN_LETTERS = 60, 70
 
 
 @dataclass
-class DocumentShare:
+class _DocumentShare:
     """What a step takes of one document, one pair of answers, or one sample of the user's own
     data."""
 
@@ -85,10 +85,10 @@ class DocumentShare:
 
 
 @dataclass(frozen=True)
-class Weighed:
+class _Weighed:
     """Loss and gradient of one part of a step."""
 
-    part: DocumentShare
+    part: _DocumentShare
     loss_sum: float
     """Sum over the labels of the part; of a pair, the loss."""
     norm: float
@@ -128,14 +128,14 @@ def why(run: Run, result: Gradients, lineage: Lineage, sources: Sources) -> Iter
     a_label = loss / max(1, sum(one.part.count for one in finite))
     a_byte = loss / max(1, sum(one.part.bytes for one in finite))
 
-    def with_prior(one: Weighed, unit: str, size: int, mean: float) -> float:
+    def with_prior(one: _Weighed, unit: str, size: int, mean: float) -> float:
         return (one.loss_sum + mean * PRIOR[unit]) / (size + PRIOR[unit])
 
-    def added(one: Weighed) -> float:
+    def added(one: _Weighed) -> float:
         """Return how much the mean loss of the step would fall without this part."""
         return (one.loss_sum - one.part.count * a_label) / max(1, count - one.part.count)
 
-    lists: dict[str, Callable[[Weighed], float]] = {
+    lists: dict[str, Callable[[_Weighed], float]] = {
         f"highest loss a {names.unit}": lambda one: with_prior(
             one, names.unit, one.part.count, a_label
         ),
@@ -165,15 +165,15 @@ def parts_of(
     stream: TokenStream | SampleStream,
     positions: Iterable[int],
     tokenizer: Callable[[int], Tokenizer],
-) -> list[DocumentShare]:
+) -> list[_DocumentShare]:
     """Return the documents, pairs or samples in the sequences at `positions` of a stream.
     `tokenizer` returns the tokenizer of a source."""
-    parts: dict[tuple[int, int], DocumentShare] = {}
+    parts: dict[tuple[int, int], _DocumentShare] = {}
     for position in positions:
         batch = stream.fetch([position])
         if isinstance(stream, SampleStream):
             (source,), (sample,) = stream.locate(np.array([position]))
-            part = parts.setdefault((source, sample), DocumentShare(int(source), int(sample)))
+            part = parts.setdefault((source, sample), _DocumentShare(int(source), int(sample)))
             part.sequences.append((position, batch))
             continue
         source, documents = stream.documents_of(position)
@@ -183,7 +183,7 @@ def parts_of(
             if not counted:
                 continue
             ids = text[torch.from_numpy(documents == number)].tolist()
-            new = DocumentShare(source, number, [one for one in ids if one >= 0][:SHOWN_TOKENS])
+            new = _DocumentShare(source, number, [one for one in ids if one >= 0][:SHOWN_TOKENS])
             part = parts.setdefault((source, number), new)
             part.sequences.append((position, mine))
             if not stream.paired:
@@ -226,12 +226,12 @@ def by_document(
 
 def _weigh(
     run: Run,
-    part: DocumentShare,
+    part: _DocumentShare,
     whole: Mapping[str, torch.Tensor],
     scale: float,
     norm: float,
     count: int,
-) -> Weighed:
+) -> _Weighed:
     """Compute loss and gradient of one part alone. Collective: all replicas compute the same, and
     that of the first counts."""
     model, recipe, device = run.model, run.recipe, run.world.device
@@ -263,7 +263,7 @@ def _weigh(
         total[1] += own.square().sum().to(device) / copies
     dist.all_reduce(total, group=run.mesh.group)
     along, square, loss_sum = received(total)
-    return Weighed(part, loss_sum, square**0.5, along / norm**2 if norm else 0.0)
+    return _Weighed(part, loss_sum, square**0.5, along / norm**2 if norm else 0.0)
 
 
 def _gradients(run: Run) -> dict[str, torch.Tensor]:
@@ -310,7 +310,7 @@ class _Names:
         if _paired(run):
             self.unit = "pair"
 
-    def table(self, weighed: Iterable[tuple[Weighed, float]]) -> list[str]:
+    def table(self, weighed: Iterable[tuple[_Weighed, float]]) -> list[str]:
         """Format a table of parts, each with what it adds to the loss of the step."""
         rows = [["loss", "a byte", "adds", "norm", "share", f"{self.unit}s"]]
         rows[0] += ["document", "record", "text"]
@@ -332,7 +332,7 @@ class _Names:
             self._opened[source] = TokenDataset(path, "train"), tokenizer
         return self._opened[source]
 
-    def _named(self, part: DocumentShare) -> tuple[str, str, str]:
+    def _named(self, part: _DocumentShare) -> tuple[str, str, str]:
         """Format the document, record, and the beginning of the text of a part."""
         if not self._paths:
             return f"sample {part.number}", str(self._run.recipe.data.factory), ""

@@ -40,7 +40,7 @@ spaced steps are checked."""
 
 
 @dataclass
-class ConsumptionFindings:
+class _ConsumptionFindings:
     """Result of comparing a ledger with recipes and data."""
 
     problems: list[str] = field(default_factory=list)
@@ -60,9 +60,9 @@ class ConsumptionFindings:
         return [f"{what} ({numbers_of(attempts)})" for what, attempts in self.missing.items()]
 
 
-def check_consumption(run: Path, history: History) -> ConsumptionFindings:
+def check_consumption(run: Path, history: History) -> _ConsumptionFindings:
     """Compare the surviving steps of a run with their recipes and data."""
-    findings = ConsumptionFindings()
+    findings = _ConsumptionFindings()
     newest = history.attempts[-1].start.recipe
     shown = run / "recipe.yaml"
     if newest and shown.is_file() and digest_of(read_text(shown)) != newest:
@@ -106,7 +106,9 @@ class _ComparedSteps:
     silent: int = 0
 
 
-def _recipe(run: Path, attempts: Sequence[Attempt], findings: ConsumptionFindings) -> Recipe | None:
+def _recipe(
+    run: Path, attempts: Sequence[Attempt], findings: _ConsumptionFindings
+) -> Recipe | None:
     """Read the recipe of some attempts, and compare their start lines with it; on failure record
     the reason, and return None."""
     try:
@@ -136,7 +138,7 @@ def _compare(
     recipe: Recipe,
     attempts: Sequence[Attempt],
     history: History,
-    findings: ConsumptionFindings,
+    findings: _ConsumptionFindings,
     counts: _ComparedSteps,
 ) -> None:
     """Check that `attempts` consumed the samples that `recipe` gives for their positions, by the

@@ -32,7 +32,7 @@ and the longest wait for them. So a client that asks without end takes little fr
 machine."""
 
 
-class CpuBudget:
+class _CpuBudget:
     """CPU time of replies, as a token bucket."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, paths: Sequence[Path], host: str, port: int) -> None:
         self.host, self.runs = host, open_runs(paths)
         self.token = secrets.token_urlsafe(16)
-        self.budget = CpuBudget()
+        self.budget = _CpuBudget()
         self._open: dict[Any, float] = {}
         """Connection → when it was accepted, on the monotonic clock."""
         if ":" in host:

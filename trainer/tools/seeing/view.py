@@ -53,7 +53,7 @@ _LOG_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
-class RunStatus:
+class _RunStatus:
     """Whether a run is active, and why."""
 
     name: str
@@ -85,32 +85,32 @@ class RunView:
 
     # --- parts of the page --------------------------------------------------------------------
 
-    def status(self) -> RunStatus:
+    def status(self) -> _RunStatus:
         """Return whether the run is active, judged from its last writes."""
         newest = self.history.attempts[-1]
         silent = self.ledger.silent_seconds()
         if newest.end:
             code, how = newest.end["code"], ending(self.history, newest)
             if code == EXIT_DONE:
-                return RunStatus("finished", how.text)
+                return _RunStatus("finished", how.text)
             if code == EXIT_DO_NOT_REQUEUE:
-                return RunStatus("stopped", how.text)
+                return _RunStatus("stopped", how.text)
             if code == EXIT_INTERRUPTED:
-                return RunStatus("paused", "stopped by Ctrl-C; the same command resumes")
+                return _RunStatus("paused", "stopped by Ctrl-C; the same command resumes")
             # when a node joins or leaves, the ranks start again by themselves
             if how.kind in ("join", "leave") and silent < STARTING_SECONDS:
-                return RunStatus("waiting", f"waits for its nodes, for {clock(silent)}")
+                return _RunStatus("waiting", f"waits for its nodes, for {clock(silent)}")
             paused = how.kind in ("join", "leave", "asked")
-            return RunStatus("paused" if paused else "dead", how.text)
+            return _RunStatus("paused" if paused else "dead", how.text)
         if not newest.steps:
             if silent < STARTING_SECONDS:
-                return RunStatus("starting", f"does its first step, for {clock(silent)}")
-            return RunStatus("dead", f"has started no step for {clock(silent)}")
+                return _RunStatus("starting", f"does its first step, for {clock(silent)}")
+            return _RunStatus("dead", f"has started no step for {clock(silent)}")
         # the median, as steps during a save are slower
         usual = LATE_STEPS * float(np.median(newest.steps.column("seconds")[-_RECENT:]))
         if silent < max(usual, LATE_SECONDS):
-            return RunStatus("running", f"last step {clock(silent)} ago")
-        return RunStatus("dead", f"no step for {clock(silent)}: it was killed, hangs, or waits")
+            return _RunStatus("running", f"last step {clock(silent)} ago")
+        return _RunStatus("dead", f"no step for {clock(silent)}: it was killed, hangs, or waits")
 
     def card(self) -> list[list[str]]:
         """Return (name, value, remark) of the key figures, most important first."""
