@@ -41,16 +41,16 @@ import torch.distributed as dist
 
 from benchmarks.support import arguments, heading, print_table, write_json
 from benchmarks.support.processes import cpu_seconds
-from elastic.group.job_secret import Secret
+from elastic.group.job_secret import JobSecret
 from elastic.group.member import Member
-from elastic.group.membership import Limits, Membership, NodeRequest, room
+from elastic.group.membership import Membership, MembershipLimits, MembershipRequest, room
 from elastic.group.store import STORE_ERRORS, StoreClient, StoreLostError
 from lab.local_nodes import free_port
 
 T = TypeVar("T")
 
 TITLE = "Membership of many nodes"
-SECRET = Secret(sha256(b"benchmark").digest())
+SECRET = JobSecret(sha256(b"benchmark").digest())
 RUN = "scale"
 LEGEND = """\
 all, half   seconds until all nodes know, or have done it; until half of them
@@ -102,7 +102,9 @@ class Node:
         news: called with an event that this node knows now.
     """
 
-    def __init__(self, name: str, port: int, limits: Limits, news: Callable[[str], object]) -> None:
+    def __init__(
+        self, name: str, port: int, limits: MembershipLimits, news: Callable[[str], object]
+    ) -> None:
         self.client = DirectClient("127.0.0.1", port, 0.0)
         self.member = Member(self.client, RUN, name, limits, self._changed, None)
         self._news = news
@@ -130,7 +132,7 @@ class Node:
 
     def _come(self, after: int) -> None:
         self._after = after
-        self.member.request(NodeRequest(after=after))
+        self.member.request(MembershipRequest(after=after))
 
     def _changed(self) -> None:
         state, name = self.member.state, self.member.name
@@ -148,7 +150,7 @@ class Nodes:
         limits: of the job.
     """
 
-    def __init__(self, port: int, limits: Limits) -> None:
+    def __init__(self, port: int, limits: MembershipLimits) -> None:
         self._port, self._limits = port, limits
         self._nodes: dict[str, Node] = {}
         self._due: list[tuple[float, str]] = []
@@ -203,7 +205,7 @@ class Nodes:
         self._seen.setdefault(event, {}).setdefault(name, time.monotonic())
 
 
-def events(state: Membership, limits: Limits) -> list[str]:
+def events(state: Membership, limits: MembershipLimits) -> list[str]:
     """What a node that has this document knows."""
     found = [f"round {state.round}"]
     if len(state.members) < state.size:
@@ -213,7 +215,7 @@ def events(state: Membership, limits: Limits) -> list[str]:
     return found
 
 
-def serve(connection: Connection, port: int, limits: Limits) -> None:
+def serve(connection: Connection, port: int, limits: MembershipLimits) -> None:
     """A process of nodes."""
     logging.disable(logging.WARNING)  # thousands say the same
     Nodes(port, limits).run(connection)
@@ -225,7 +227,7 @@ class Scale:
     def __init__(self, nodes: int, processes: int) -> None:
         self.port = free_port()
         self._store = self._start_store()
-        limits = Limits(minimum=nodes - 1, maximum=nodes, first_call=0.0, settle=0.0)
+        limits = MembershipLimits(minimum=nodes - 1, maximum=nodes, first_call=0.0, settle=0.0)
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []

@@ -44,10 +44,10 @@ from checkpointing.format.layout import (
 from checkpointing.format.plan import (
     REPLICATE,
     Nodes,
-    Split,
     TensorLayout,
     TensorPiece,
     TensorSpec,
+    TensorSplit,
     assign_files,
     local_boxes,
     plan_pieces,
@@ -130,8 +130,8 @@ def llama_405b() -> dict[str, tuple[int, ...]]:
 def _rows(ranks: int, shards: int) -> TensorLayout:
     """FSDP over groups of `shards` ranks."""
     if shards == ranks:
-        return TensorLayout(tuple(range(ranks)), (ranks,), (Split(0),))
-    return TensorLayout(tuple(range(ranks)), (ranks // shards, shards), (REPLICATE, Split(0)))
+        return TensorLayout(tuple(range(ranks)), (ranks,), (TensorSplit(0),))
+    return TensorLayout(tuple(range(ranks)), (ranks // shards, shards), (REPLICATE, TensorSplit(0)))
 
 
 def _specs(layout: TensorLayout) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.plan import predict
-from trainer.plan.blueprint import Blueprint, read_blueprint
+from trainer.plan.blueprint import PlannedModel, read_blueprint
 from trainer.plan.costs import USUAL_NODE, PlannedMachine, describe_machine
 from trainer.plan.prediction import Prediction
 from trainer.plan.search import make_plan
@@ -134,12 +134,12 @@ def recipe_of(row: Published) -> Recipe:
     return load_recipe(path, [f"{key}={value}" for key, value in overrides.items()])
 
 
-def published_speed(row: Published, blueprint: Blueprint) -> float:
+def published_speed(row: Published, blueprint: PlannedModel) -> float:
     """Tokens/s of a GPU."""
     return row.speed / blueprint.flops_per_token if row.speed > 1e6 else row.speed
 
 
-def estimate(row: Published) -> tuple[Blueprint, Prediction]:
+def estimate(row: Published) -> tuple[PlannedModel, Prediction]:
     """Predict the layout of a row.
 
     Raises:

@@ -26,7 +26,7 @@ from benchmarks.support.checkpoint_rank import (
 from checkpointing import CheckpointOptions, TensorCheckpointer
 from checkpointing.format.layout import MODEL, step_name
 from checkpointing.load.fill import read_tensors
-from checkpointing.load.segments import CheckpointFiles
+from checkpointing.load.segments import LoadFiles
 from checkpointing.ranks import RankGroup
 from checkpointing.storage.posix import filesystem
 from checkpointing.storage.steps import open_step, storage_of, stored_tensors
@@ -72,7 +72,7 @@ def _rank(rank: int, folder: str, ranks: int, size: int, rounds: int) -> None:
         checkpointer.wait()
     path = run / step_name(1)
     step = open_step(path)
-    files = CheckpointFiles(
+    files = LoadFiles(
         path,
         lambda name: storage_of(path).open(path / name),
         stored_tensors(step, MODEL, verify=False),

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import TensorMeta, parse_step
-from checkpointing.format.optimizers import OptimizerTargets
+from checkpointing.format.optimizers import CheckpointOptimizerTargets
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import RankGroup, failing_alike
 from checkpointing.save.messages import SaveOutcome
@@ -41,7 +41,7 @@ from checkpointing.state import (
     targets_of,
     unwrapped,
 )
-from checkpointing.storage.place import Place
+from checkpointing.storage.place import StoragePlace
 from checkpointing.storage.steps import list_steps, newest_checkpoint
 from checkpointing.tensor_checkpointer import TensorCheckpointer
 
@@ -110,7 +110,7 @@ class Checkpointer:
         atexit.register(self._at_exit)  # a loop without `with` must not lose its last save
 
     @property
-    def directory(self) -> Place:
+    def directory(self) -> StoragePlace:
         """Directory of the checkpoints: an absolute path, or the URL of an object store."""
         return self._tensors.directory
 
@@ -149,7 +149,7 @@ class Checkpointer:
             refuse_values(state, self._own(saved), parts.groups, *saved_parts)
             refuse_ties(parts.tied, saved.get("tied"))
 
-        loading: dict[str, OptimizerTargets] = {}
+        loading: dict[str, CheckpointOptimizerTargets] = {}
 
         def targets(saved: Mapping[str, Any], metas: Mapping[str, TensorMeta]) -> dict[str, Tensor]:
             loading.update(targets_of(state, parts, saved.get("trees", {}), metas))
@@ -335,7 +335,7 @@ class Checkpointer:
         _open.discard(self)
         atexit.unregister(self._at_exit)
 
-    def _is_left_behind(self, directory: Place) -> bool:
+    def _is_left_behind(self, directory: StoragePlace) -> bool:
         """Whether this object saves in `directory` for a process group that no longer exists: the
         loop that created it has failed, and the process starts another attempt."""
         group = self._ranks.group
@@ -434,8 +434,8 @@ _open: WeakSet[Checkpointer] = WeakSet()
 
 
 def _united(key: str, of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge `OptimizerState.trees` (FQN → tree as JSON) of all ranks. Raises ValueError if ranks
-    have different trees for one parameter."""
+    """Merge `CheckpointOptimizerState.trees` (FQN → tree as JSON) of all ranks. Raises ValueError
+    if ranks have different trees for one parameter."""
     found: dict[str, Any] = {}
     for rank, trees in enumerate(of_ranks):
         for name, tree in trees.items():

@@ -16,7 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing.errors import WrongModel
 from checkpointing.format.layout import TensorMeta
-from checkpointing.format.optimizers import OptimizerTargets, optimizer_state, optimizer_targets
+from checkpointing.format.optimizers import (
+    CheckpointOptimizerTargets,
+    optimizer_state,
+    optimizer_targets,
+)
 from checkpointing.format.tensors import place_of
 from checkpointing.format.values import from_json, to_json
 
@@ -53,7 +57,7 @@ class StateParts:
     groups: dict[str, list[list[str]]]
     """Key of the optimizer → names of the parameters in each group."""
     trees: dict[str, dict[str, Any]]
-    """Key of the optimizer → `OptimizerState.trees`."""
+    """Key of the optimizer → `CheckpointOptimizerState.trees`."""
     parameters: dict[str, dict[str, nn.Parameter]]
     """Key of the optimizer → parameters by FQN."""
     kinds: dict[str, str]
@@ -326,7 +330,7 @@ def _of_optimizer(
 
 def targets_of(
     state: State, parts: StateParts, saved: Mapping[str, Any], metas: Mapping[str, TensorMeta]
-) -> dict[str, OptimizerTargets]:
+) -> dict[str, CheckpointOptimizerTargets]:
     """Returns key → tensors to load the state of each optimizer into.
 
     Args:

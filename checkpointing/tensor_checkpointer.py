@@ -21,7 +21,7 @@ from checkpointing.errors import (
     explain,
 )
 from checkpointing.format.layout import ADAPTER, MODEL, TensorMeta, parse_step, step_name
-from checkpointing.format.sections import NumberSummary, by_section, not_finite
+from checkpointing.format.sections import SectionNumbers, by_section, not_finite
 from checkpointing.load.memory import make_token
 from checkpointing.load.restore import (
     GoalOf,
@@ -37,13 +37,13 @@ from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import RankError, RankGroup, failing_alike
 from checkpointing.save import messages as msg
 from checkpointing.save.link import Spare, WriterGoneError
-from checkpointing.save.peers import Puller
+from checkpointing.save.peers import SavePuller
 from checkpointing.save.planning import SavePlan, SavePlanner, signatures, unguarded
 from checkpointing.save.saves import SaveTracker, WriterClient, checked_state
-from checkpointing.save.staging import Staging
+from checkpointing.save.staging import SaveStaging
 from checkpointing.storage.folders import collect_memory
 from checkpointing.storage.ownership import keep_to
-from checkpointing.storage.place import Place, location
+from checkpointing.storage.place import StoragePlace, location
 from checkpointing.storage.steps import list_steps, storage_of
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class TensorCheckpointer:
         self._plan: SavePlan | None = None
         of_model = ADAPTER if adapter else MODEL
         self._planner = SavePlanner(self._ranks, options.max_shard_bytes, of_model)
-        self._staging: Staging | None = None
+        self._staging: SaveStaging | None = None
         self._note = ""
         self._saves = SaveTracker(options, self._ranks, self._committed)
         self._writers = WriterClient(self._ranks, options, self._saves, spare or Spare())
@@ -443,7 +443,7 @@ class TensorCheckpointer:
                     self._start()
                 # Checked before targets are written to, so that storage can replace damaged memory.
                 kept = check_memory(self._ranks, memory, refuse, holds) if memory else None
-                pull = Puller(self._writers.addresses, self._writers.secret)
+                pull = SavePuller(self._writers.addresses, self._writers.secret)
                 try:
                     if memory and kept is not None:
                         load_memory(self._ranks, memory, pull, kept)
@@ -469,7 +469,7 @@ class TensorCheckpointer:
     ) -> dict[str, Any] | None:
         """Load from storage. A step that another run deletes before it is read does not count as
         damaged, as there is a newer step by then."""
-        damage: dict[Place, str] = {}
+        damage: dict[StoragePlace, str] = {}
         gone = 0
         while gone < LOOKS and (left := [one for one in self._steps(step) if one not in damage]):
             path, verify = left[0], self.options.verify
@@ -508,7 +508,7 @@ class TensorCheckpointer:
             )
         return None
 
-    def _steps(self, step: int | None = None) -> list[Place]:
+    def _steps(self, step: int | None = None) -> list[StoragePlace]:
         """Returns the steps in storage now, newest first, or only `step`. Called on all ranks.
         Raises CheckpointError if there is no such step."""
         paths = self._ranks.on_main(lambda: list_steps(self.directory))
@@ -521,7 +521,7 @@ class TensorCheckpointer:
 
     def _prepared(
         self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], hurried: bool = False
-    ) -> tuple[SavePlan, Staging]:
+    ) -> tuple[SavePlan, SaveStaging]:
         signature = signatures(model, optimizer, strict=self._plan is not None)
         if self._plan and self._staging and self._plan.signature == signature:
             return self._plan, self._staging
@@ -538,11 +538,11 @@ class TensorCheckpointer:
             device = next(devices, torch.device("cpu"))
             files = [file.name for file in plan.shared.files]
             # appended to by `allocate`, as `together` would send a staging to all ranks
-            stagings: list[Staging] = []
+            stagings: list[SaveStaging] = []
 
             def allocate() -> bool:
                 slots = self._writers.slots(plan)
-                stagings.append(Staging(slots, plan.pieces, files, device, hurried=hurried))
+                stagings.append(SaveStaging(slots, plan.pieces, files, device, hurried=hurried))
                 self._note = slots.note
                 return slots.lasting
 
@@ -578,7 +578,10 @@ class TensorCheckpointer:
         self._known = _KnownSteps(damaged, verified, newest)
 
     def _copied(
-        self, key: msg.Key, progress: msg.Position | Exception, numbers: NumberSummary | None = None
+        self,
+        key: msg.Key,
+        progress: msg.Position | Exception,
+        numbers: SectionNumbers | None = None,
     ) -> None:
         """Report the progress of a copy. Called in the copying thread."""
         if numbers and numbers.bad:

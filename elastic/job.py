@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from elastic.exits import EXIT_PEER_GONE
 from elastic.node.progress import Pulse, pause_code, watch_signals
-from elastic.node.recall import AttemptRecalled, RecallSocket
+from elastic.node.recall import NodeRecall, NodeRecallSocket
 from elastic.node.standin import execute, is_stand_in, stand_in_for, this_program
 from elastic.node.zygote import RESERVE
 from elastic.process import die_with_parent, set_name, tolerate_lost_output
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # a stand-in (standin.py) runs this module, and must not impo
     from torch.distributed import ProcessGroup
 
     from elastic.group.sampler import Sampler
-    from elastic.node.exchange import AsyncSum
+    from elastic.node.exchange import WorldSum
     from elastic.world import World
 
 
@@ -35,11 +35,13 @@ class JobPaused(SystemExit):
 class Job:
     """An elastic job, as seen by one of its ranks. `join` and `run` create it."""
 
-    def __init__(self, world: "World", pulse: Pulse, recall: RecallSocket | None = None) -> None:
+    def __init__(
+        self, world: "World", pulse: Pulse, recall: NodeRecallSocket | None = None
+    ) -> None:
         self.world = world
         self._pulse = pulse
-        self._recall = recall or RecallSocket(None)
-        self._pause_sum: AsyncSum | None = None
+        self._recall = recall or NodeRecallSocket(None)
+        self._pause_sum: WorldSum | None = None
         """The ranks' summed pause requests for the current step; None outside of steps."""
         self._step = self._last = 0
 
@@ -72,14 +74,14 @@ class Job:
     def begin_step(self, step: int, total: int) -> None:
         """Begin step number `step` of `total`. For the callbacks of a library whose loop `steps`
         cannot drive: they call `begin_step`, `due_to_pause` and `end_step`. Called on all ranks."""
-        from elastic.node.exchange import AsyncSum
+        from elastic.node.exchange import WorldSum
 
         # From here on there is something to save.
         self._pulse.safe = False
         self._pulse.report(step, "data")
         self._step, self._last = step, total
         # The sum begins before the step's work, so that the ranks agree while the step runs.
-        self._pause_sum = AsyncSum(self._pulse.pause_request)
+        self._pause_sum = WorldSum(self._pulse.pause_request)
 
     def end_step(self) -> None:
         """End the step that was begun. Called on all ranks, after `save` was called for the step.
@@ -195,7 +197,7 @@ def join(device: str = "auto", timeout_seconds: float = 1800.0) -> Job:
     _become_rank()
     pulse = Pulse.from_environment()
     watch_signals(pulse)
-    return _joined(pulse, RecallSocket(None), device, timeout_seconds)
+    return _joined(pulse, NodeRecallSocket(None), device, timeout_seconds)
 
 
 def run(
@@ -226,7 +228,7 @@ def run(
         RuntimeError: as for `join`.
     """
     _become_rank()
-    recall, own = RecallSocket.from_environment(), dict(os.environ)
+    recall, own = NodeRecallSocket.from_environment(), dict(os.environ)
     if RESERVE in own:
         _wait_for_generation(recall, own, seconds=None)
         set_name("rank")  # its name was "reserve"
@@ -238,7 +240,7 @@ def run(
             with recall.attempt():
                 main(_joined(pulse, recall, device, timeout_seconds))
                 return
-        except AttemptRecalled:
+        except NodeRecall:
             pass
         except Exception as error:
             if not recall.recalls(error, _says_peer_is_lost(error)):
@@ -267,7 +269,7 @@ def _become_rank() -> None:
     tolerate_lost_output()
 
 
-def _joined(pulse: Pulse, recall: RecallSocket, device: str, timeout_seconds: float) -> Job:
+def _joined(pulse: Pulse, recall: NodeRecallSocket, device: str, timeout_seconds: float) -> Job:
     from elastic.world import join_world
 
     pulse.safe = True  # before the first step there is nothing to save
@@ -290,7 +292,7 @@ def _says_peer_is_lost(error: BaseException | None) -> bool:
     return False
 
 
-def _release(recall: RecallSocket) -> None:
+def _release(recall: NodeRecallSocket) -> None:
     """Free what an ended attempt held: its process groups, and references to them in libraries."""
     import torch
 
@@ -311,7 +313,7 @@ def _release(recall: RecallSocket) -> None:
 
 
 def _wait_for_generation(
-    recall: RecallSocket, own: dict[str, str], seconds: float | None = 60.0
+    recall: NodeRecallSocket, own: dict[str, str], seconds: float | None = 60.0
 ) -> None:
     """Wait until this process is a rank of the next generation, or end it after `seconds` (None: no
     limit). Variables of `own`, the environment at the call of `run`, are kept unless the generation

@@ -11,7 +11,7 @@ ending the job. This handler gives every round a new store; membership.py decide
                   address of this machine and nobody hosts a store there
     join_timeout  seconds that a new node waits for a round, default 600; a node that has trained
                   waits an hour
-    first_call    seconds, default 3; see `Limits`
+    first_call    seconds, default 3; see `MembershipLimits`
     lease         seconds without a heartbeat after which a node is lost, default 1.2
     restarts      failures within an hour after which ranks are restarted, default 30
     unit          each round's number of ranks is a multiple of this, default 1; the unit in the
@@ -56,17 +56,17 @@ from elastic.exits import (
     handled_signals,
     leaving_code,
 )
-from elastic.group.cloud import Notice, parse_sources, watch
+from elastic.group.cloud import CloudNotice, parse_sources, watch
 from elastic.group.health import HealthProblem, check_folders, check_node
 from elastic.group.job_claim import NO_MARK, claim
-from elastic.group.job_secret import SECRET_FILE, Secret, SecretError, find_secret
+from elastic.group.job_secret import SECRET_FILE, JobSecret, JobSecretError, find_secret
 from elastic.group.member import Member, node_name
 from elastic.group.membership import (
-    Failure,
-    JobEnd,
-    Limits,
     Membership,
-    NodeRequest,
+    MembershipEnd,
+    MembershipFailure,
+    MembershipLimits,
+    MembershipRequest,
     close,
     ranks_of,
     room,
@@ -77,8 +77,8 @@ from elastic.group.sealed import SealedStore
 from elastic.group.store import STORE_ERRORS, StoreClient, StoreLostError, connect_store, host_store
 from elastic.group.topology import describe_places, own_place
 from elastic.node.agent import NodeAgent
-from elastic.node.occupancy import HeldDirectory, OccupiedError
-from elastic.node.program import JobFacts, differences, digest, torchrun_program
+from elastic.node.occupancy import NodeDirectoryHold, NodeDirectoryOccupiedError
+from elastic.node.program import NodeJobFacts, differences, digest, torchrun_program
 from elastic.node.zygote import start_early
 from elastic.process import tolerate_lost_output
 from elastic.world import AGENT, JOB, PLACES, ROUND
@@ -118,12 +118,12 @@ def create_handler(parameters: RendezvousParameters) -> "PerdureRendezvous":
     hosted = _host_if_ours(host, int(port), parameters.get_as_bool("is_host"), alone)
     if hosted and alone:
         host = LOOPBACK  # no other machine needs to reach the store
-    limits = Limits(
+    limits = MembershipLimits(
         parameters.min_nodes,
         parameters.max_nodes,
-        first_call=float(parameters.get("first_call", Limits.first_call)),
-        restarts=int(parameters.get("restarts", Limits.restarts)),
-        unit=int(parameters.get("unit", Limits.unit)),
+        first_call=float(parameters.get("first_call", MembershipLimits.first_call)),
+        restarts=int(parameters.get("restarts", MembershipLimits.restarts)),
+        unit=int(parameters.get("unit", MembershipLimits.unit)),
     )
     address = LOOPBACK if alone else parameters.local_addr or _reachable(host, parameters.max_nodes)
     client = StoreClient(host, hosted.port if hosted else int(port), STORE_PATIENCE)
@@ -134,7 +134,7 @@ class _JobClosed(SystemExit):
     """Ends torchrun with the job's exit code, as there is no next round for this node. A
     `SystemExit`, because torchrun turns other exceptions into exit code 1 and a traceback."""
 
-    def __init__(self, end: JobEnd) -> None:
+    def __init__(self, end: MembershipEnd) -> None:
         super().__init__(end.code)
         self.end = end
         if end.code != EXIT_WRONG_INPUT:  # the rank has printed the error already
@@ -150,14 +150,14 @@ class PerdureRendezvous(RendezvousHandler):
         parameters: RendezvousParameters,
         client: StoreClient,
         hosted: dist.TCPStore | None,
-        limits: Limits,
+        limits: MembershipLimits,
         address: str,
     ) -> None:
         self._run_id, self._hosted, self._address = parameters.run_id, hosted, address
         self._secret_file: str | None = parameters.get("secret")
         self._timeout = float(parameters.get("join_timeout", 600))
         self._store_address = client.host, client.port
-        self._round, self._identity, self._secret = 0, "", Secret(b"")
+        self._round, self._identity, self._secret = 0, "", JobSecret(b"")
         try:
             self._place = own_place(os.environ)
         except ValueError as error:
@@ -167,7 +167,7 @@ class PerdureRendezvous(RendezvousHandler):
         """Generation in which this node's ranks have paused for the next round; -1: none."""
         self._recover_seconds = RECOVER_SECONDS
         self._round_store: dist.TCPStore | None = None
-        self._occupancy: HeldDirectory | None = None
+        self._occupancy: NodeDirectoryHold | None = None
         self._stopped = self._interrupted = False
         lease = float(parameters.get("lease", 0)) or None
         name = node_name(address)
@@ -201,10 +201,10 @@ class PerdureRendezvous(RendezvousHandler):
 
     def _left(self) -> "_JobClosed":
         return _JobClosed(
-            JobEnd(self._node.leaving, "this node has left; the same command resumes")
+            MembershipEnd(self._node.leaving, "this node has left; the same command resumes")
         )
 
-    def _on_notice(self, notice: Notice) -> None:
+    def _on_notice(self, notice: CloudNotice) -> None:
         left = "" if notice.seconds is None else f", in {notice.seconds:.0f} s"
         if notice.what == "rebalance":  # a raised risk, which may last for days
             logger.warning("%s: this machine may be taken away soon", notice.source)
@@ -232,7 +232,7 @@ class PerdureRendezvous(RendezvousHandler):
         elif reason := self._sent_away():
             if reason.unfit:  # the health checks did not find the fault, and would pass again
                 why = f"this node does not join again: {reason.why}; take this machine out"
-                raise _JobClosed(JobEnd(EXIT_DO_NOT_REQUEUE, why))
+                raise _JobClosed(MembershipEnd(EXIT_DO_NOT_REQUEUE, why))
             self._recover()
         timeout = REJOIN_SECONDS if self._round else self._timeout
         deadline = time.monotonic() + timeout
@@ -247,7 +247,7 @@ class PerdureRendezvous(RendezvousHandler):
                 os.environ |= {JOB: state.job, AGENT: str(os.getpid())}
                 return info
 
-    def _read_facts(self) -> Secret:
+    def _read_facts(self) -> JobSecret:
         """Get the description of the job from its program ([Note: facts] in program.py), and take
         this node's limits and identity from it. Returns the job's secret. Raises the refusal if
         this node cannot train."""
@@ -284,7 +284,7 @@ class PerdureRendezvous(RendezvousHandler):
         with suppress(StoreLostError):
             client = StoreClient(*self._store_address, STORE_PATIENCE)
             identity = self._secret.open(key, client.get(key) or b"")
-        facts = self._node.facts(0) or JobFacts()
+        facts = self._node.facts(0) or NodeJobFacts()
         differing = differences(facts.identity, json.loads(identity or b"{}"))
         return self._refusal(
             f"this node does not join job {self._run_id!r}, as it would train something else: "
@@ -293,7 +293,7 @@ class PerdureRendezvous(RendezvousHandler):
 
     def _refusal(self, why: str) -> "_JobClosed":
         print(f"error: {why}", file=sys.stderr, flush=True)
-        return _JobClosed(JobEnd(EXIT_WRONG_INPUT, why))
+        return _JobClosed(MembershipEnd(EXIT_WRONG_INPUT, why))
 
     def _check_health(self) -> None:
         """Check this machine; raise an error if a problem keeps this node from joining."""
@@ -326,9 +326,9 @@ class PerdureRendezvous(RendezvousHandler):
                 f"this node does not join: {'; '.join(map(str, problems))}"
             )
 
-    def _find_secret(self, facts: JobFacts) -> Secret:
+    def _find_secret(self, facts: NodeJobFacts) -> JobSecret:
         if self._hosted and self._member.limits.maximum == 1 and not self._secret_file:
-            return Secret(os.urandom(32))  # no other node needs the secret
+            return JobSecret(os.urandom(32))  # no other node needs the secret
         try:
             secret = find_secret(self._secret_file, facts.directory)
             client = StoreClient(*self._store_address, self._timeout)
@@ -336,11 +336,11 @@ class PerdureRendezvous(RendezvousHandler):
             client.close()
         except StoreLostError as error:
             raise RendezvousConnectionError(str(error)) from error
-        except SecretError as error:
+        except JobSecretError as error:
             raise self._refusal(str(error)) from error
         return secret
 
-    def _sent_away(self) -> Failure | None:
+    def _sent_away(self) -> MembershipFailure | None:
         """Returns the failure for which this node was removed; None if it was not."""
         state, name = self._member.state, self._member.name
         struck = () if name in state.members or state.closed else state.struck
@@ -373,7 +373,9 @@ class PerdureRendezvous(RendezvousHandler):
 
         present, ended, spare = bool(before), None, False
         ranks = self._node.program.ranks
-        member.request(NodeRequest(False, before, self._paused, ranks, self._identity, self._place))
+        member.request(
+            MembershipRequest(False, before, self._paused, ranks, self._identity, self._place)
+        )
         while True:
             if member.wait_for(in_next, 0.5):
                 member.request(None)
@@ -468,8 +470,8 @@ class PerdureRendezvous(RendezvousHandler):
         facts = self._node.facts(0)
         if job and not self._occupancy and facts and facts.directory:
             try:
-                self._occupancy = HeldDirectory(Path(facts.directory), job)
-            except OccupiedError as occupied:
+                self._occupancy = NodeDirectoryHold(Path(facts.directory), job)
+            except NodeDirectoryOccupiedError as occupied:
                 refused = self._refusal(str(occupied))
                 self._member.change(partial(close, end=refused.end))
                 raise refused from occupied
@@ -500,7 +502,7 @@ class PerdureRendezvous(RendezvousHandler):
         return self._member.state.closed is not None
 
     def set_closed(self) -> None:
-        self._member.change(partial(close, end=JobEnd(1, "the job was closed")))
+        self._member.change(partial(close, end=MembershipEnd(1, "the job was closed")))
 
     def get_run_id(self) -> str:
         return self._run_id

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from elastic.exits import EXIT_DONE, EXIT_PAUSED, EXIT_REQUEUE
-from elastic.group.job_secret import Secret
+from elastic.group.job_secret import JobSecret
 from elastic.group.sealed import SealedStore
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,9 @@ def _address_store(secret: bytes) -> dist.Store | None:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     connect = partial(dist.TCPStore, host, port, is_master=False)
     if secret:  # generations of a round share its store, so each has key names of its own
-        _sealed[:] = [SealedStore(connect, Secret(secret), f"generation {read(GENERATION, '0')}")]
+        _sealed[:] = [
+            SealedStore(connect, JobSecret(secret), f"generation {read(GENERATION, '0')}")
+        ]
         return _sealed[0]
     store = connect()
     # A prefix per attempt: torchrun 2.11 to 2.13 gives restarted ranks the old peers' addresses.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
 
-from elastic.node.progress import RANKS, ProgressPage, RankProgress
+from elastic.node.progress import RANKS, NodeProgressPage, NodeRankProgress
 from elastic.process import children, descendants, signal_family
 from lab.container import Container
 
@@ -65,7 +65,7 @@ class LocalNode:
     log: Path
     container: Container | None = None
     """Namespaces of the node; None: it shares the memory of this machine."""
-    _page: tuple[int, ProgressPage] | None = None
+    _page: tuple[int, NodeProgressPage] | None = None
 
     def running(self, module: str) -> list[int]:
         """Process ids of the node's processes that run `module` by `python -m`."""
@@ -97,7 +97,7 @@ class LocalNode:
         # A child without progress is in reserve, or has not yet reported its rank.
         return [rank.pid for rank in progress if rank and rank.pid in found]
 
-    def progress(self, local_rank: int) -> RankProgress | None:
+    def progress(self, local_rank: int) -> NodeRankProgress | None:
         """Progress of a rank; None if the agent does not run, or has no progress page yet."""
         pid = self.process.pid
         try:
@@ -288,14 +288,14 @@ def free_port() -> int:
             return port
 
 
-def _open_page(agent: int) -> ProgressPage:
+def _open_page(agent: int) -> NodeProgressPage:
     """Open the progress page that an agent shares with its ranks."""
     for path in Path(f"/proc/{agent}/fd").iterdir():
         with suppress(OSError):
             if os.readlink(path).startswith("/memfd:perdure-progress"):
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
-                    return ProgressPage(descriptor)
+                    return NodeProgressPage(descriptor)
                 except ValueError:  # the agent has not sized the page yet
                     continue
                 finally:

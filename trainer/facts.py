@@ -17,7 +17,7 @@ def folders(arguments: tuple[str, ...]) -> dict[str, str]:
 
 
 def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:
-    """Return the fields of `elastic.node.program.JobFacts` for a node with `ranks` ranks; only
+    """Return the fields of `elastic.node.program.NodeJobFacts` for a node with `ranks` ranks; only
     `error` if the recipe cannot be trained on the node."""
     try:
         recipe, _, _, identity = prepare(arguments)

@@ -19,7 +19,7 @@ from benchmarks.gpu.setting import Setting
 from trainer.data.packing import cu_seqlens_of
 from trainer.models.families.qwen3_moe import swiglu
 from trainer.parallel import context
-from trainer.parallel.context import Ring
+from trainer.parallel.context import ContextParallelRing
 
 RINGS = (1, 2, 4)
 """Ranks. In a ring of one each document sees itself, by the kernel for many lengths."""
@@ -27,14 +27,14 @@ LONGEST = 60.0
 """Seconds that a message may take."""
 
 
-class Near(Ring):
+class Near(ContextParallelRing):
     """A ring whose ranks are threads."""
 
     boxes: Sequence[Sequence[SimpleQueue[Tensor]]]
     """By tag, of each rank."""
 
     def pass_on(self, x: Tensor, tokens: int, tag: int) -> Callable[[], Tensor]:
-        """See Ring."""
+        """See ContextParallelRing."""
         self.boxes[tag][(self.rank + 1) % self.size].put(x)
         return lambda: self.boxes[tag][self.rank].get(timeout=LONGEST)
 
@@ -62,14 +62,16 @@ class Kept:
     would wait for each other."""
 
     saved_tensors: tuple[Tensor, ...]
-    ring: Ring
+    ring: ContextParallelRing
     rows: int
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         self.saved_tensors = tensors
 
 
-def pass_of(ring: Ring, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+def pass_of(
+    ring: ContextParallelRing, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor
+) -> tuple[Tensor, ...]:
     """What attention gives, and the gradients of q, k and v, on one rank."""
     kept = Kept()
     with torch.no_grad():

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu.setting import Setting, command, device_memory, run_command
 from checkpointing.save.staging import PORTION_BYTES, register
 from elastic import usable_cores
-from trainer.plan.gpus import Gpu, named_gpu
+from trainer.plan.gpus import PlannedGpu, named_gpu
 
 
 def host(setting: Setting) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def in_8_bits(left: Tensor, right: Tensor) -> Callable[[], Tensor]:
     return lambda: torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.bfloat16)
 
 
-def data_sheet(setting: Setting) -> Gpu | None:
+def data_sheet(setting: Setting) -> PlannedGpu | None:
     """What the GPU should be able to do, where that is known."""
     return named_gpu(torch.cuda.get_device_name()) if setting.on_gpu() else None
 

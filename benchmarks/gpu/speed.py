@@ -29,7 +29,7 @@ from benchmarks.support import ROOT, torchrun
 from trainer.models.loss import HeadLoss
 from trainer.optim.formats import Format
 from trainer.optim.optimizer import build_optimizer
-from trainer.recipe.sections import Optimizer
+from trainer.recipe.sections import OptimizerSection
 
 LOG_EVERY = {"0.6B": 4, "1.7B": 2, "4B": 2, "8B": 2, "llama_8B": 2}
 """Steps of a log interval."""
@@ -187,7 +187,7 @@ def update(setting: Setting) -> dict[str, Any]:
                 one.grad = torch.randn_like(one)
             named = {f"weight_{number}": one for number, one in enumerate(made)}
             optimizer = build_optimizer(
-                named, Optimizer(lr=1e-4, state_dtype=how), compiles=compiles
+                named, OptimizerSection(lr=1e-4, state_dtype=how), compiles=compiles
             )
             took = seconds(optimizer.step, 5)
             key = f"{name}_compiled_ms" if compiles else f"{name}_ms"

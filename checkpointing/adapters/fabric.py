@@ -1,7 +1,7 @@
 """Strategies of Lightning Fabric whose `fabric.save` and `fabric.load` use this package.
 
 They are strategies because Fabric gives its CheckpointIO plugins only rank 0's copies, and no
-sharded tensors. The bases `WithCheckpointers` and `LightningValues` also serve the strategies of
+sharded tensors. The bases `FabricCheckpointers` and `FabricValues` also serve the strategies of
 Lightning's Trainer, whose package brings Fabric."""
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ VALUES = "values"
 """Key of the object that holds all plain values."""
 
 
-class LightningValues:
+class FabricValues:
     """Plain values that a strategy saves in addition to modules and optimizers."""
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ class LightningValues:
         self.values = state_dict
 
 
-class WithCheckpointers:
+class FabricCheckpointers:
     """Mixin that holds a `Checkpointer` for each directory. Must precede the strategy among a
     class's bases. `checkpoint` has options of `Checkpointer`, such as {"keep": 2}."""
 
@@ -67,7 +67,7 @@ class WithCheckpointers:
                 checkpointer.wait()
 
 
-class Checkpointed(WithCheckpointers):
+class Checkpointed(FabricCheckpointers):
     """Mixin that makes a strategy of Fabric save and load with this package. Must precede the
     strategy among a class's bases.
 
@@ -144,7 +144,7 @@ class CheckpointedModelParallel(Checkpointed, ModelParallelStrategy):
     package."""
 
 
-class _ValuesByKey(LightningValues):
+class _ValuesByKey(FabricValues):
     """All plain values of a state. Fabric restores them by key."""
 
     def refuse_state(self, state_dict: dict[str, Any]) -> None:

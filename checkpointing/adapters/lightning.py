@@ -6,7 +6,7 @@ from typing import Any
 
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
-from checkpointing.adapters.fabric import LightningValues, WithCheckpointers
+from checkpointing.adapters.fabric import FabricCheckpointers, FabricValues
 from checkpointing.errors import CheckpointError
 from checkpointing.format.layout import split_step, step_name
 from checkpointing.format.values import from_json, to_json
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-class Checkpointed(WithCheckpointers):
+class Checkpointed(FabricCheckpointers):
     """Mixin that makes a strategy of the Trainer save and load with this package. Must precede the
     strategy among a class's bases.
 
@@ -78,7 +78,7 @@ class Checkpointed(WithCheckpointers):
         # as the Trainer does: loops, callbacks and schedules come from the first rank
         of_first = checkpointer.on_main(lambda: to_json(values, "the Trainer's checkpoint"))
         checkpointer.guard(*self.optimizers)
-        checkpointer.save(step, self._state(LightningValues(from_json(of_first))))
+        checkpointer.save(step, self._state(FabricValues(from_json(of_first))))
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -94,7 +94,7 @@ class Checkpointed(WithCheckpointers):
         checkpointer = self.checkpointer(directory)
         module = self.lightning_module
         # Values that the Trainer restores itself: loops, callbacks, schedules, ….
-        values = LightningValues({})
+        values = FabricValues({})
         checkpointer.wait()  # a save of this program may be the newest checkpoint
         # only training loads more than the weights
         if module.trainer.state.fn.value == "fit":
@@ -132,7 +132,7 @@ class Checkpointed(WithCheckpointers):
             strategy: Any = super()
             strategy.teardown()
 
-    def _state(self, values: LightningValues) -> dict[str, Any]:
+    def _state(self, values: FabricValues) -> dict[str, Any]:
         optimizers = enumerate(self.optimizers)
         return {
             "model": self.lightning_module,

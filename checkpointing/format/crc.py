@@ -25,7 +25,7 @@ _TABLE = 1 << 13
 
 
 @dataclass(frozen=True)
-class RedundantReader:
+class CrcReader:
     """Reader number `index` of `count` readers of the same bytes. Only the contribution of reader 0
     enters the CRC-32; the other readers must have read the same bytes."""
 
@@ -33,10 +33,10 @@ class RedundantReader:
     count: int
 
 
-ONLY = RedundantReader(0, 1)
+ONLY = CrcReader(0, 1)
 
 
-class BlockSums:
+class CrcBlockSums:
     """Accumulates this rank's contributions to the checksums of blocks. `records`, file → size and
     checksums, are equal on all ranks whose contributions are combined."""
 
@@ -52,11 +52,11 @@ class BlockSums:
         self._blocks: list[int] = []
         self._rests: list[int] = []
         self._crcs: list[int] = []
-        self._readers: list[RedundantReader] = []
-        self._next: tuple[str, int, RedundantReader] | None = None
+        self._readers: list[CrcReader] = []
+        self._next: tuple[str, int, CrcReader] | None = None
         self._crc = 0
 
-    def take(self, file: str, offset: int, data: memoryview, reader: RedundantReader) -> None:
+    def take(self, file: str, offset: int, data: memoryview, reader: CrcReader) -> None:
         """Add the checksum of `data`, read from `offset` of `file`. Best called with about a
         megabyte, while it is in the processor's cache."""
         if file not in self._records:
@@ -118,7 +118,7 @@ class BlockSums:
         return bad
 
 
-def _weight(reader: RedundantReader) -> Words:
+def _weight(reader: CrcReader) -> Words:
     """Returns the factor of a reader: x^8, x^16, …, and for the first reader their sum. All
     factors add up to zero, so that equal parts cancel and unequal parts do not."""
     if reader.index:

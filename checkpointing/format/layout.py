@@ -106,7 +106,7 @@ class TensorFile:
 
 
 @dataclass(frozen=True)
-class Section:
+class LayoutSection:
     """A collection of tensors in a checkpoint, model or optimizer, and the names of its files."""
 
     folder: str
@@ -125,14 +125,14 @@ class Section:
         return f"{self.folder}{self.stem}-{number:05}-of-{count:05}.safetensors"
 
 
-MODEL = Section("", "model")
-ADAPTER = Section("", "adapter_model", single=True)
+MODEL = LayoutSection("", "model")
+ADAPTER = LayoutSection("", "adapter_model", single=True)
 """Section in place of MODEL for an adapter, whose base model is stored elsewhere."""
 # In a folder of its own, because Hugging Face readers glob the top level.
-OPTIMIZER = Section("optimizer/", "optimizer")
+OPTIMIZER = LayoutSection("optimizer/", "optimizer")
 
 
-def sections_of(files: Collection[str]) -> tuple[Section, Section]:
+def sections_of(files: Collection[str]) -> tuple[LayoutSection, LayoutSection]:
     """Returns (section of the model or adapter, section of the optimizer) of a checkpoint."""
     return ADAPTER if ADAPTER.index in files else MODEL, OPTIMIZER
 
@@ -156,7 +156,7 @@ def split_step(path: str) -> tuple[str, int | None]:
 
 
 def lay_out(
-    section: Section, tensors: Mapping[str, TensorMeta], max_bytes: int
+    section: LayoutSection, tensors: Mapping[str, TensorMeta], max_bytes: int
 ) -> list[TensorFile]:
     """Distribute whole tensors over the files of a section greedily, in the given order. Each file
     has the bytes that `safetensors.torch.save_file` would write, and at most `max_bytes` of

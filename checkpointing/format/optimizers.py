@@ -28,7 +28,7 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 @dataclass(frozen=True)
-class OptimizerState:
+class CheckpointOptimizerState:
     tensors: dict[str, Tensor]
     """Name → tensor of the optimizer, not a copy."""
     trees: dict[str, Any]
@@ -47,7 +47,7 @@ def optimizer_tensors(
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Parameters, name: str = "optimizer"
-) -> OptimizerState:
+) -> CheckpointOptimizerState:
     """Returns the current state of an optimizer, without making a step. Raises ValueError, which
     says which part of the state cannot be saved and why.
 
@@ -67,7 +67,7 @@ def optimizer_state(
             )
         writer = _Writer(kind, names, {})
         tree = writer.write(own, name, None)
-        return OptimizerState(_sorted(writer.tensors), {OWN: tree})
+        return CheckpointOptimizerState(_sorted(writer.tensors), {OWN: tree})
     kept: dict[str, tuple[Any, Tensor | None]] = {}
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, Tensor):
@@ -87,7 +87,7 @@ def optimizer_state(
             writer = _Writer(kind, names, {})
             trees[fqn] = writer.write(state, fqn, like)
             tensors |= _sorted(writer.tensors)
-    return OptimizerState(tensors, trees)
+    return CheckpointOptimizerState(tensors, trees)
 
 
 def _in_order(names: Mapping[str, Any], parameters: Parameters) -> list[str]:
@@ -241,7 +241,7 @@ class _Writer:
 
 
 @dataclass(frozen=True)
-class OptimizerTargets:
+class CheckpointOptimizerTargets:
     """Tensors to load an optimizer's state into."""
 
     tensors: dict[str, Tensor]
@@ -256,12 +256,12 @@ def optimizer_targets(
     trees: Mapping[str, Any] | None,
     metas: Mapping[str, TensorMeta],
     name: str = "optimizer",
-) -> OptimizerTargets:
+) -> CheckpointOptimizerTargets:
     """Returns tensors for the state in a checkpoint; changes nothing until `put` is called. Raises
     WrongModel if the state is of a tensor subclass that is not imported.
 
     Args:
-        trees: `OptimizerState.trees` from the checkpoint; None in old checkpoints.
+        trees: `CheckpointOptimizerState.trees` from the checkpoint; None in old checkpoints.
         metas: dtypes and shapes of the optimizer's tensors in the checkpoint, by name.
     """
     if trees is None:
@@ -270,7 +270,9 @@ def optimizer_targets(
         reader = _Reader(parameters, {})
         like = next(iter(parameters.values()), None)
         own = reader.read(trees[OWN], name, like, None, "")
-        return OptimizerTargets(_sorted(reader.tensors), lambda: optimizer.load_state_dict(own))
+        return CheckpointOptimizerTargets(
+            _sorted(reader.tensors), lambda: optimizer.load_state_dict(own)
+        )
     tensors: dict[str, Tensor] = {}
     found: dict[Any, Any] = {}
     others = {f"{name}.{key}": key for key in optimizer.state if not isinstance(key, Tensor)}
@@ -297,7 +299,7 @@ def optimizer_targets(
         for key, kept in found.items():
             optimizer.state[key] = kept
 
-    return OptimizerTargets(tensors, put)
+    return CheckpointOptimizerTargets(tensors, put)
 
 
 def _flat(parameters: Parameters, metas: Mapping[str, TensorMeta]) -> dict[str, Any]:

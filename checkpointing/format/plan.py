@@ -15,7 +15,7 @@ from checkpointing.wire import register
 
 
 @dataclass(frozen=True)
-class Split:
+class TensorSplit:
     """How one mesh dimension splits a tensor."""
 
     dim: int | None
@@ -25,7 +25,7 @@ class Split:
     dimension (`_StridedShard.split_factor`)."""
 
 
-REPLICATE = Split(None)
+REPLICATE = TensorSplit(None)
 
 Nodes = tuple[tuple[int, ...], ...]
 """Global ranks of each node."""
@@ -40,7 +40,7 @@ class TensorLayout:
     ranks: tuple[int, ...]
     """Global ranks of the mesh, row-major."""
     mesh_shape: tuple[int, ...]
-    splits: tuple[Split, ...]
+    splits: tuple[TensorSplit, ...]
     """One split per mesh dimension, applied from left to right."""
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
@@ -88,7 +88,7 @@ register(TensorSpec)
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorBox:
     """A rectangle of a whole tensor."""
 
     offset: tuple[int, ...]
@@ -98,9 +98,9 @@ class Box:
     """First index in the rank's local tensor."""
 
     @staticmethod
-    def whole(shape: tuple[int, ...]) -> "Box":
+    def whole(shape: tuple[int, ...]) -> "TensorBox":
         origin = (0,) * len(shape)
-        return Box(origin, shape, origin)
+        return TensorBox(origin, shape, origin)
 
     def nbytes(self, meta: TensorMeta) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[meta.dtype]
@@ -113,7 +113,7 @@ class TensorPiece:
     name: str
     stored: StoredTensor
     """Position of the whole tensor in the checkpoint."""
-    box: Box
+    box: TensorBox
 
 
 def merge_specs(specs_of_ranks: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
@@ -219,7 +219,7 @@ def _first(name: str, contributors: Sequence[int]) -> int:
     return crc32(name.encode()) % len(contributors)
 
 
-def _share(spec: TensorSpec, box: Box, turn: int, count: int) -> Box | None:
+def _share(spec: TensorSpec, box: TensorBox, turn: int, count: int) -> TensorBox | None:
     """Returns the slab of a box that contributor `turn` of `count` contributes; None if empty."""
     if count == 1:
         return box
@@ -236,7 +236,7 @@ def _share(spec: TensorSpec, box: Box, turn: int, count: int) -> Box | None:
         return (*offset[:dim], offset[dim] + start, *offset[dim + 1 :])
 
     shape = (*box.shape[:dim], length, *box.shape[dim + 1 :])
-    return Box(moved(box.offset), shape, moved(box.local_offset))
+    return TensorBox(moved(box.offset), shape, moved(box.local_offset))
 
 
 @lru_cache(maxsize=4096)
@@ -291,7 +291,7 @@ def _coordinate(layouts: tuple[TensorLayout, ...], rank: int) -> tuple[int, ...]
 @lru_cache(maxsize=4096)
 def local_boxes(
     shape: tuple[int, ...], layouts: tuple[TensorLayout, ...], rank: int
-) -> tuple[Box, ...]:
+) -> tuple[TensorBox, ...]:
     """Returns the boxes of a whole tensor of `shape` that `rank` holds, none of them empty. Each
     dimension is split like torch.chunk: parts of ceil(size / count), the last parts shorter or
     empty."""
@@ -311,7 +311,7 @@ def local_boxes(
             ]
     dims = [_with_local_start(merged(stretch)) for stretch in stretches]
     return tuple(
-        Box(
+        TensorBox(
             offset=tuple(start for start, _, _ in choice),
             shape=tuple(stop - start for start, stop, _ in choice),
             local_offset=tuple(local for _, _, local in choice),
@@ -340,7 +340,7 @@ def _with_local_start(stretches: list[tuple[int, int]]) -> list[tuple[int, int, 
 
 
 @dataclass(frozen=True)
-class Extent:
+class TensorExtent:
     """Bytes that are contiguous both in a box and in the whole tensor."""
 
     offset: int
@@ -350,7 +350,7 @@ class Extent:
     length: int
 
 
-def extents_of(meta: TensorMeta, box: Box) -> Iterator[Extent]:
+def extents_of(meta: TensorMeta, box: TensorBox) -> Iterator[TensorExtent]:
     """Yields where the bytes of a box lie, as extents in the order of the box."""
     itemsize = DTYPE_BYTES[meta.dtype]
     strides = [itemsize * math.prod(meta.shape[dim + 1 :]) for dim in range(len(meta.shape))]
@@ -364,7 +364,7 @@ def extents_of(meta: TensorMeta, box: Box) -> Iterator[Extent]:
         for dim in reversed(range(outer)):
             rest, position = divmod(rest, box.shape[dim])
             offset += position * strides[dim]
-        yield Extent(offset, number * length, length)
+        yield TensorExtent(offset, number * length, length)
 
 
 def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -39,7 +39,10 @@ def _prefixed(section: str, values: Mapping[str, T]) -> dict[str, T]:
 
 
 def plan_input(
-    model: Specs, optimizer: Specs, max_shard_bytes: int, of_model: layout.Section = layout.MODEL
+    model: Specs,
+    optimizer: Specs,
+    max_shard_bytes: int,
+    of_model: layout.LayoutSection = layout.MODEL,
 ) -> SavePlanInput:
     """Decide in which file and where each tensor is stored, from names, dtypes and shapes alone.
     `of_model` is MODEL or ADAPTER."""
@@ -69,7 +72,7 @@ def not_finite(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class NumberSummary:
+class SectionNumbers:
     """Digests and non-finite tensors of a step or of a part of it. Summaries can be added."""
 
     weights: int = 0
@@ -81,8 +84,8 @@ class NumberSummary:
     odd: tuple[str, ...] = ()
     """All tensors that hold NaN or infinity and need not be finite."""
 
-    def __add__(self, other: "NumberSummary") -> "NumberSummary":
-        return NumberSummary(
+    def __add__(self, other: "SectionNumbers") -> "SectionNumbers":
+        return SectionNumbers(
             (self.weights + other.weights) & _MASK,
             (self.moments + other.moments) & _MASK,
             # the message names one tensor, and says whether there are others

@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from checkpointing.format.layout import DTYPE_BYTES, TensorMeta
-from checkpointing.format.plan import REPLICATE, Box, Split, TensorLayout, TensorSpec, replicated
+from checkpointing.format.plan import (
+    REPLICATE,
+    TensorBox,
+    TensorLayout,
+    TensorSpec,
+    TensorSplit,
+    replicated,
+)
 
 _TORCH_NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2",
@@ -75,14 +82,14 @@ def _layout(name: str, tensor: DTensor, known: set[int]) -> TensorLayout:
     return layout
 
 
-def _split(name: str, placement: Any) -> Split:
+def _split(name: str, placement: Any) -> TensorSplit:
     if isinstance(placement, Replicate):
         return REPLICATE
     if not hasattr(placement, "dim"):
         raise ValueError(f"{name}: a tensor placed as {placement} cannot be saved; reduce it first")
     # Not isinstance: `_StridedShard` (FSDP over tensor parallelism) is a subclass of Shard only in
     # some versions of torch.
-    return Split(placement.dim, getattr(placement, "split_factor", 1))
+    return TensorSplit(placement.dim, getattr(placement, "split_factor", 1))
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -93,7 +100,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def box_view(local: Tensor, box: Box) -> Tensor:
+def box_view(local: Tensor, box: TensorBox) -> Tensor:
     for dim, (start, length) in enumerate(zip(box.local_offset, box.shape, strict=True)):
         if length != local.shape[dim]:
             local = local.narrow(dim, start, length)

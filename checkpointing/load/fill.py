@@ -17,26 +17,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpointing.errors import DamagedCheckpoint, StorageError
-from checkpointing.format.crc import ONLY, BlockSums
+from checkpointing.format.crc import ONLY, CrcBlockSums
 from checkpointing.format.layout import BLOCK_BYTES
 from checkpointing.format.plan import Nodes, TensorSpec, extents_of, local_boxes, merged
 from checkpointing.format.sections import not_finite
 from checkpointing.format.tensors import TORCH_DTYPES
 from checkpointing.load.read_plan import (
     ALIGNMENT,
+    LoadUnit,
     ReadRound,
-    ReadUnit,
     blocks_and_gaps,
     plan_reads,
     read_rounds,
     slabs,
 )
 from checkpointing.load.segments import (
-    CheckpointFiles,
-    LocalTarget,
-    ReadJob,
-    ReadSegment,
-    SegmentReader,
+    LoadFiles,
+    LoadJob,
+    LoadSegment,
+    LoadSegmentReader,
+    LoadTarget,
     deliver,
     jobs,
 )
@@ -50,7 +50,7 @@ _FOLDERS = ("/dev/shm", tempfile.gettempdir())
 
 
 def make_window(ranks: int, wanted: int, least: int) -> tuple[str, int]:
-    """Create the file of a window, on one rank of the node. Returns (path for `SharedWindow` on all
+    """Create the file of a window, on one rank of the node. Returns (path for `LoadWindow` on all
     ranks of the node, bytes of an area). Raises StorageError if no folder has room for the file.
 
     Args:
@@ -81,7 +81,7 @@ def make_window(ranks: int, wanted: int, least: int) -> tuple[str, int]:
     )
 
 
-class SharedWindow:
+class LoadWindow:
     """Memory that the ranks of a node share while they load, in two halves: ranks fill one half and
     copy from the other. Raises OSError or StorageError if the file is not the one that was created.
 
@@ -138,7 +138,7 @@ rank."""
 
 
 def read_tensors(
-    files: CheckpointFiles,
+    files: LoadFiles,
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
     group: dist.ProcessGroup | None,
@@ -180,7 +180,7 @@ def read_tensors(
 
 def read_together(
     ranks: RankGroup,
-    files: CheckpointFiles,
+    files: LoadFiles,
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
     nodes: Nodes,
@@ -209,7 +209,7 @@ class _Load:
 
     def __init__(
         self,
-        files: CheckpointFiles,
+        files: LoadFiles,
         specs: Mapping[str, TensorSpec],
         tensors: Mapping[str, Tensor],
         ranks: RankGroup,
@@ -229,17 +229,17 @@ class _Load:
         if threads is None:
             processors = len(os.sched_getaffinity(0)) // len(self._near)
             threads = max(1, min(MOST_THREADS, processors))
-        self._sums = [BlockSums(self._records, BLOCK_BYTES) for _ in range(threads)]
+        self._sums = [CrcBlockSums(self._records, BLOCK_BYTES) for _ in range(threads)]
         """Contributions to the checksums, one object for each thread."""
-        self._targets: dict[str, LocalTarget] = {}
-        self._own: dict[str, list[ReadSegment]] = {name: [] for name in names}
+        self._targets: dict[str, LoadTarget] = {}
+        self._own: dict[str, list[LoadSegment]] = {name: [] for name in names}
         """File → segments that this rank reads alone."""
-        self._shared: list[ReadUnit] = []
+        self._shared: list[LoadUnit] = []
         self._checked: dict[str, list[int]] = {}
         """File → blocks whose checksums are compared."""
         self._created_window = "", 0
         """Path and area of the window that this rank created."""
-        self._window: SharedWindow | None = None
+        self._window: LoadWindow | None = None
 
     def prepare(self) -> tuple[str, int]:
         """Plan the reads. The first rank of a node that needs a window creates it, and returns the
@@ -247,7 +247,7 @@ class _Load:
         for name, tensor in self._tensors.items():
             shape, layouts = self._files.tensors[name].meta.shape, self._specs[name].layouts
             boxes = local_boxes(shape, layouts, self._ranks.rank)
-            self._targets[name] = LocalTarget.of(name, tensor, boxes)
+            self._targets[name] = LoadTarget.of(name, tensor, boxes)
         plan = plan_reads(self._specs, self._files.tensors, self._ranks.rank, self._nodes)
         for unit in plan.own:
             self._own[unit.stored.file] += self._segments(unit)
@@ -261,19 +261,19 @@ class _Load:
         self._created_window = make_window(len(self._near), area, self._step)
         return self._created_window
 
-    def _segments(self, unit: ReadUnit) -> Iterator[ReadSegment]:
+    def _segments(self, unit: LoadUnit) -> Iterator[LoadSegment]:
         meta, target = unit.stored.meta, self._targets[unit.name]
         checked = unit if unit.name in self._finite else None
         data = target.memory(unit.box, TORCH_DTYPES[meta.dtype])
         # A target that cannot be read in place (on a GPU) is filled from the reader's memory.
         if data is None:
             for slab in slabs(unit, self._step):
-                yield ReadSegment(slab.begin, slab.nbytes, None, unit.redundant, slab, checked)
+                yield LoadSegment(slab.begin, slab.nbytes, None, unit.redundant, slab, checked)
             return
         for run in extents_of(meta, unit.box):
             part = data[run.box_offset : run.box_offset + run.length]
             begin = unit.stored.begin + run.offset
-            yield ReadSegment(begin, run.length, part, unit.redundant, None, checked)
+            yield LoadSegment(begin, run.length, part, unit.redundant, None, checked)
 
     def _plan_checks(self) -> None:
         """Choose the blocks to check: those that contain tensors or the header. All their bytes
@@ -297,7 +297,7 @@ class _Load:
             self._checked[file], gaps = blocks_and_gaps(spans, headers[file], record, BLOCK_BYTES)
             places = len(self._ranks.all)
             self._own[file] += [
-                ReadSegment(start, stop - start, None, ONLY)
+                LoadSegment(start, stop - start, None, ONLY)
                 for number, (start, stop) in enumerate(gaps)
                 if number % places == self._ranks.place
             ]
@@ -305,7 +305,7 @@ class _Load:
     def open_window(self, windows: Mapping[int, tuple[str, int]]) -> None:
         path, area = windows[self._near[0]]
         if path and self._ranks.group is not None:
-            self._window = SharedWindow(path, area, self._near, self._ranks.rank, self._ranks.group)
+            self._window = LoadWindow(path, area, self._near, self._ranks.rank, self._ranks.group)
 
     def remove_window(self) -> None:
         """Unlink the window's file. Its memory stays while ranks have it mapped."""
@@ -319,9 +319,9 @@ class _Load:
         pinned = any(target.local.is_cuda for target in self._targets.values())
         with ExitStack() as stack:
             # Any thread can use any free reader, as each has its own buffers and open file.
-            readers: SimpleQueue[SegmentReader] = SimpleQueue()
+            readers: SimpleQueue[LoadSegmentReader] = SimpleQueue()
             for sums in self._sums:
-                reader = SegmentReader(
+                reader = LoadSegmentReader(
                     self._files, sums, self._bad, self._targets, self._step, pinned=pinned
                 )
                 readers.put(stack.enter_context(reader))
@@ -330,14 +330,14 @@ class _Load:
             torch.get_num_threads()
             pool = stack.enter_context(ThreadPoolExecutor(len(self._sums)))
 
-            def work(job: ReadJob) -> None:
+            def work(job: LoadJob) -> None:
                 reader = readers.get()
                 try:
                     reader.read(job)
                 finally:
                     readers.put(reader)
 
-            def run(segments: Mapping[str, list[ReadSegment]]) -> None:
+            def run(segments: Mapping[str, list[LoadSegment]]) -> None:
                 try:
                     for _ in pool.map(work, jobs(segments, self._step)):
                         pass
@@ -354,7 +354,7 @@ class _Load:
 
     @torch.no_grad()
     def _read_with_others(
-        self, window: SharedWindow, run: Callable[[Mapping[str, list[ReadSegment]]], None]
+        self, window: LoadWindow, run: Callable[[Mapping[str, list[LoadSegment]]], None]
     ) -> None:
         """Read in rounds, together with the other ranks of this node. In each round the ranks read
         slabs (see read_plan.py) into one half of the window, the memory that they share. Each rank
@@ -415,12 +415,12 @@ class _Load:
 
 def _to_fill(
     dealt: ReadRound, place: int, memory: memoryview, finite: Collection[str]
-) -> dict[str, list[ReadSegment]]:
-    segments: dict[str, list[ReadSegment]] = {}
+) -> dict[str, list[LoadSegment]]:
+    segments: dict[str, list[LoadSegment]] = {}
     for slab, reader, position in dealt:
         if reader == place:
             data = memory[position : position + slab.nbytes]
             checked = slab.unit if slab.unit.name in finite else None
-            segment = ReadSegment(slab.begin, slab.nbytes, data, slab.unit.redundant, None, checked)
+            segment = LoadSegment(slab.begin, slab.nbytes, data, slab.unit.redundant, None, checked)
             segments.setdefault(slab.unit.stored.file, []).append(segment)
     return segments

@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from checkpointing.errors import CheckpointError, DamagedCheckpoint, StorageError, explain, reading
 from checkpointing.format.layout import DCP_METADATA, StoredTensor, TensorMeta
-from checkpointing.format.plan import Box, TensorSpec, local_boxes
+from checkpointing.format.plan import TensorBox, TensorSpec, local_boxes
 from checkpointing.format.tensors import STORED_DTYPES, TORCH_DTYPES, box_view
 from checkpointing.format.untrusted import count, is_plain, printable
-from checkpointing.load.segments import LocalTarget
+from checkpointing.load.segments import LoadTarget
 from checkpointing.storage.steps import storage_of
 
 _OPTIMIZER = re.compile(
@@ -125,11 +125,11 @@ class _DcpCheckpoint:
     def read(self, stored: StoredTensor) -> Tensor:
         """Returns a whole tensor, on the CPU. Raises the errors of `fill`."""
         whole = torch.empty(stored.meta.shape, dtype=TORCH_DTYPES[stored.meta.dtype])
-        self.fill({"": stored}, {"": LocalTarget(whole, [Box.whole(stored.meta.shape)])})
+        self.fill({"": stored}, {"": LoadTarget(whole, [TensorBox.whole(stored.meta.shape)])})
         return whole
 
     @torch.no_grad()
-    def fill(self, stored: Mapping[str, StoredTensor], targets: Mapping[str, LocalTarget]) -> None:
+    def fill(self, stored: Mapping[str, StoredTensor], targets: Mapping[str, LoadTarget]) -> None:
         """Read the boxes of targets with torch's own reader. Each rank calls it by itself. Raises
         DamagedCheckpoint, which names the missing or damaged part, and StorageError if a file
         cannot be read."""
@@ -219,10 +219,10 @@ def targets_of(
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
     rank: int,
-) -> dict[str, LocalTarget]:
+) -> dict[str, LoadTarget]:
     """Returns the local part of each tensor on `rank`, for `_DcpCheckpoint.fill`."""
     return {
-        name: LocalTarget.of(
+        name: LoadTarget.of(
             name, tensor, local_boxes(stored[name].meta.shape, specs[name].layouts, rank)
         )
         for name, tensor in tensors.items()
@@ -232,7 +232,7 @@ def targets_of(
 class _Planner(DefaultLoadPlanner):
     """Makes torch's reader copy into the boxes of targets."""
 
-    def __init__(self, targets: Mapping[str, LocalTarget]) -> None:
+    def __init__(self, targets: Mapping[str, LoadTarget]) -> None:
         super().__init__()
         self._targets = targets
 

@@ -28,7 +28,7 @@ from checkpointing.errors import DamagedCheckpoint, StorageError
 from checkpointing.save.messages import LeftoverAddress, Manifest
 from checkpointing.save.peers import Pull, open_leftover, read_manifest
 from checkpointing.storage.folders import hold, living_folders, memory_folders
-from checkpointing.storage.place import Place
+from checkpointing.storage.place import StoragePlace
 from checkpointing.storage.steps import storage_of
 from checkpointing.wire import register
 
@@ -56,7 +56,7 @@ class LeftoverSlot:
 register(LeftoverSlot)
 
 
-def token(directory: Place) -> str | None:
+def token(directory: StoragePlace) -> str | None:
     """Returns the token of the run; None if there is none, or another user may know it."""
     try:
         found = storage_of(directory).read_private(directory / TOKEN)
@@ -69,7 +69,7 @@ def token(directory: Place) -> str | None:
     return found.decode() if _TOKEN.fullmatch(found) else None
 
 
-def make_token(directory: Place) -> str:
+def make_token(directory: StoragePlace) -> str:
     """Returns the token of the run. Creates one if it is missing, or another user may know it.
     Raises OSError if the directory cannot be written, and StorageError if it does not keep files
     private."""
@@ -166,7 +166,7 @@ def check(part: LeftoverSlot, run: str) -> None:
             raise DamagedCheckpoint(f"{part.slot}/{file}: its checksum is wrong")
 
 
-class SlotsFile:
+class LoadSlotsFile:
     """A tensor file assembled from the slots `parts`; implements StoredFile. `home` is the node of
     this process, `pull` fetches from other nodes."""
 

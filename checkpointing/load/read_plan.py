@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from checkpointing.format.crc import RedundantReader
+from checkpointing.format.crc import CrcReader
 from checkpointing.format.layout import DTYPE_BYTES, FileRecord, StoredTensor, TensorMeta
 from checkpointing.format.plan import (
-    Box,
     Nodes,
+    TensorBox,
     TensorLayout,
     TensorSpec,
     local_boxes,
@@ -36,13 +36,13 @@ Spans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class ReadUnit:
+class LoadUnit:
     """A box of a tensor that is read as a whole."""
 
     name: str
     stored: StoredTensor
-    box: Box
-    redundant: RedundantReader
+    box: TensorBox
+    redundant: CrcReader
     """Number of this reader among all readers of these bytes."""
 
     @property
@@ -51,11 +51,11 @@ class ReadUnit:
 
 
 @dataclass(frozen=True)
-class Slab:
+class LoadSlab:
     """A box whose bytes are contiguous in the file."""
 
-    unit: ReadUnit
-    box: Box
+    unit: LoadUnit
+    box: TensorBox
     begin: int
     """Offset in the file, in bytes."""
     nbytes: int
@@ -65,9 +65,9 @@ class Slab:
 class _ReadPlan:
     """The boxes that one rank reads, in the order of files and offsets."""
 
-    own: list[ReadUnit]
+    own: list[LoadUnit]
     """Boxes that the rank reads alone."""
-    shared: list[ReadUnit]
+    shared: list[LoadUnit]
     """Boxes that the ranks of its node read together; equal on all these ranks."""
 
 
@@ -98,15 +98,15 @@ def plan_reads(
         whole = _is_fine(at.meta, spec.layouts[0])
         for one, holders in holders_of(spec.layouts, whole):
             shape = at.meta.shape
-            boxes = [Box.whole(shape)] if whole else local_boxes(shape, spec.layouts, one)
+            boxes = [TensorBox.whole(shape)] if whole else local_boxes(shape, spec.layouts, one)
             for box in boxes:
                 nbytes = box.nbytes(at.meta)
                 if 0 < nbytes < SMALL_BYTES and one == rank:
-                    plan.own.append(ReadUnit(name, at, box, holders.of_rank))
+                    plan.own.append(LoadUnit(name, at, box, holders.of_rank))
                 elif nbytes >= SMALL_BYTES and len(holders.near) == 1:
-                    plan.own.append(ReadUnit(name, at, box, holders.of_node))
+                    plan.own.append(LoadUnit(name, at, box, holders.of_node))
                 elif nbytes >= SMALL_BYTES and one == holders.near[0]:
-                    plan.shared.append(ReadUnit(name, at, box, holders.of_node))
+                    plan.shared.append(LoadUnit(name, at, box, holders.of_node))
     return plan
 
 
@@ -116,9 +116,9 @@ class _Holders:
 
     near: tuple[int, ...]
     """Ranks on the node of this rank."""
-    of_rank: RedundantReader
+    of_rank: CrcReader
     """Number of this rank among the readers, if each rank reads alone."""
-    of_node: RedundantReader
+    of_node: CrcReader
     """Number of this rank's node among the readers, if the ranks of a node read together."""
 
 
@@ -137,8 +137,8 @@ def _holders(
     node = node_of[rank]
     return _Holders(
         tuple(other for other in ranks if node_of[other] == node),
-        RedundantReader(ranks.index(rank) if rank in ranks else 0, len(ranks)),
-        RedundantReader(nodes.index(node) if node in nodes else 0, len(nodes)),
+        CrcReader(ranks.index(rank) if rank in ranks else 0, len(ranks)),
+        CrcReader(nodes.index(node) if node in nodes else 0, len(nodes)),
     )
 
 
@@ -153,7 +153,7 @@ def _is_fine(meta: TensorMeta, layout: TensorLayout) -> bool:
     return math.prod(meta.shape[:cut]) > 1 and stretch < SMALL_BYTES
 
 
-def slabs(unit: ReadUnit, most: int) -> Iterator[Slab]:
+def slabs(unit: LoadUnit, most: int) -> Iterator[LoadSlab]:
     """Yields a unit in slabs of at most `most` bytes, or one element, in the file's order."""
     meta, box = unit.stored.meta, unit.box
     itemsize = DTYPE_BYTES[meta.dtype]
@@ -165,7 +165,7 @@ def slabs(unit: ReadUnit, most: int) -> Iterator[Slab]:
     fitting = next((dim for dim in dims if strides[dim] <= most), len(meta.shape) - 1)
     dim = max(last_cut, fitting)
     if not meta.shape:
-        yield Slab(unit, box, unit.stored.begin, itemsize)
+        yield LoadSlab(unit, box, unit.stored.begin, itemsize)
         return
     rows = max(1, most // strides[dim])
     for outer in itertools.product(*(range(length) for length in box.shape[:dim])):
@@ -175,15 +175,17 @@ def slabs(unit: ReadUnit, most: int) -> Iterator[Slab]:
             offset = tuple(map(sum, zip(box.offset, inner, strict=True)))
             local = tuple(map(sum, zip(box.local_offset, inner, strict=True)))
             begin = unit.stored.begin + sum(map(math.prod, zip(offset, strides, strict=True)))
-            yield Slab(unit, Box(offset, shape, local), begin, itemsize * math.prod(shape))
+            yield LoadSlab(
+                unit, TensorBox(offset, shape, local), begin, itemsize * math.prod(shape)
+            )
 
 
-ReadRound = list[tuple[Slab, int, int]]
+ReadRound = list[tuple[LoadSlab, int, int]]
 """(slab, position of its reader among the ranks of the node, offset in the shared memory)."""
 
 
 def read_rounds(
-    units: Sequence[ReadUnit], places: int, area: int, most: int
+    units: Sequence[LoadUnit], places: int, area: int, most: int
 ) -> Iterator[ReadRound]:
     """Yields the slabs that the ranks of a node read together, round by round. In a round, every
     rank fills its `area` bytes of the shared memory with slabs of at most `most` bytes."""
@@ -206,7 +208,7 @@ ALIGNMENT = 64
 """Alignment of slabs in memory, in bytes: suits every dtype, and is a cache line."""
 
 
-def intersection(slab: Box, held: Box) -> tuple[Box, Box] | None:
+def intersection(slab: TensorBox, held: TensorBox) -> tuple[TensorBox, TensorBox] | None:
     """Returns the overlap of a slab and a box that a rank holds; None without overlap. The overlap
     is given as two boxes: `local_offset` is the offset in the local tensor in the first, and the
     offset in the slab in the second."""
@@ -222,7 +224,7 @@ def intersection(slab: Box, held: Box) -> tuple[Box, Box] | None:
         for place, start, offset in zip(held.local_offset, starts, held.offset, strict=True)
     )
     within = tuple(start - offset for start, offset in zip(starts, slab.offset, strict=True))
-    return Box(starts, shape, local), Box(starts, shape, within)
+    return TensorBox(starts, shape, local), TensorBox(starts, shape, within)
 
 
 def blocks_and_gaps(

@@ -21,9 +21,9 @@ from checkpointing.format.tensors import TORCH_DTYPES, place_of, tensors_not_fin
 from checkpointing.format.untrusted import listed
 from checkpointing.load.fill import read_tensors
 from checkpointing.load.published import by_model_names, cure, without_copies
-from checkpointing.load.segments import CheckpointFiles
+from checkpointing.load.segments import LoadFiles
 from checkpointing.ranks import RankGroup, failing_alike
-from checkpointing.storage.place import Place, local, location
+from checkpointing.storage.place import StoragePlace, local, location
 from checkpointing.storage.source import StoredTensorReader
 from checkpointing.storage.steps import (
     ADAPTER_CURE,
@@ -35,7 +35,7 @@ from checkpointing.storage.steps import (
 
 
 def load_model(
-    path: str | Place,
+    path: str | StoragePlace,
     tensors: Mapping[str, Tensor],
     *,
     verify: bool = True,
@@ -85,7 +85,7 @@ def load_model(
         if look is None:
             _load_dcp(path, specs, tensors, fit, finite, ranks)
         else:
-            files = CheckpointFiles(path, lambda name: storage_of(path).open(path / name), *look)
+            files = LoadFiles(path, lambda name: storage_of(path).open(path / name), *look)
             read_tensors(files, specs, tensors, group, finite=finite)
 
 
@@ -103,7 +103,7 @@ Fit = Callable[[Mapping[str, StoredTensor], ReadPieces], dict[str, StoredTensor]
 
 
 def _look(
-    path: Place, fit: Fit, *, verify: bool
+    path: StoragePlace, fit: Fit, *, verify: bool
 ) -> tuple[dict[str, StoredTensor], dict[str, FileRecord]] | None:
     """Returns (positions of the tensors, checksums by file); None for a DCP checkpoint."""
     storage = storage_of(path)
@@ -125,7 +125,7 @@ def _look(
 
 
 def _pieces(
-    path: Place, tensor: StoredTensor, records: Mapping[str, FileRecord]
+    path: StoragePlace, tensor: StoredTensor, records: Mapping[str, FileRecord]
 ) -> Iterator[Tensor]:
     with StoredTensorReader(path, records) as reader:
         for start in range(0, tensor.meta.nbytes, BLOCK_BYTES):
@@ -135,7 +135,7 @@ def _pieces(
 
 
 def _load_dcp(
-    path: Place,
+    path: StoragePlace,
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
     fit: Fit,
@@ -158,7 +158,7 @@ def _load_dcp(
 
 
 def _fit(
-    path: Place,
+    path: StoragePlace,
     stored: Mapping[str, StoredTensor],
     specs: Mapping[str, TensorSpec],
     optional: Collection[str],
@@ -184,7 +184,7 @@ def _fit(
 
 
 def refuse_differences(
-    path: Place,
+    path: StoragePlace,
     stored: Mapping[str, StoredTensor],
     wanted: Mapping[str, TensorSpec],
     what: str = "model",

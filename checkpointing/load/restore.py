@@ -16,18 +16,18 @@ from checkpointing.format.sections import by_section, stored_by_name
 from checkpointing.load.fill import read_together
 from checkpointing.load.memory import (
     LeftoverSlot,
-    SlotsFile,
+    LoadSlotsFile,
     check,
     leftover_slots,
     newest_whole,
     token,
 )
 from checkpointing.load.reader import refuse_differences
-from checkpointing.load.segments import CheckpointFiles
+from checkpointing.load.segments import LoadFiles
 from checkpointing.ranks import RankError, RankGroup
 from checkpointing.save.peers import Pull
-from checkpointing.save.planning import DescribedTensors, unguarded
-from checkpointing.storage.place import Place
+from checkpointing.save.planning import SaveTensors, unguarded
+from checkpointing.storage.place import StoragePlace
 from checkpointing.storage.steps import (
     list_steps,
     open_step,
@@ -49,7 +49,7 @@ class LoadGoal:
 
     targets: tuple[Tensors, Tensors]
     """(tensors of the model, tensors of the optimizer)."""
-    described: DescribedTensors
+    described: SaveTensors
     """Specs of these tensors, merged over all ranks."""
     finite: Collection[str]
     """Joint names (see sections.py) of tensors that must not hold NaN or infinity."""
@@ -62,7 +62,7 @@ all ranks."""
 
 def load_step(
     ranks: RankGroup,
-    path: Place,
+    path: StoragePlace,
     aim: GoalOf,
     verify: bool,
     refuse: Callable[[Mapping[str, Any]], None],
@@ -101,7 +101,7 @@ def load_step(
         # Outside of `on_main`, as describing the targets is itself a collective operation.
         goal = aim(state, {name: tensor.meta for name, tensor in optimizer.items()})
         ranks.on_main(compare)
-        files = CheckpointFiles(
+        files = LoadFiles(
             path,
             lambda name: storage_of(path).open(path / name),
             by_section(model, optimizer),
@@ -130,7 +130,7 @@ class _MemoryStep:
 
 
 def find_memory(
-    ranks: RankGroup, directory: Place, aim: GoalOf, held: ExitStack
+    ranks: RankGroup, directory: StoragePlace, aim: GoalOf, held: ExitStack
 ) -> _MemoryStep | None:
     """Returns the newest complete step in memory that is no older than storage; None if there is
     none. Called on all ranks. Locks keep other processes from taking over or deleting the slots,
@@ -161,7 +161,7 @@ def find_memory(
 
 
 def after_leftover_slots(
-    ranks: RankGroup, directory: Place, held: ExitStack, look: Callable[[], T]
+    ranks: RankGroup, directory: StoragePlace, held: ExitStack, look: Callable[[], T]
 ) -> tuple[str, list[LeftoverSlot], T | None]:
     """Returns the run's token ("": it has none), the slots that dead processes of the run left in
     the memory of all machines, and the result of `look`. Rank 0 calls `look` after it knows all
@@ -240,9 +240,9 @@ def load_memory(
     # A rank that reads only buffers counts as a node, as the other ranks of its node read more.
     nodes = [tuple(rank for rank in node if not kept[rank]) for node in ranks.nodes()]
     nodes += [(rank,) for rank, keeps in kept.items() if keeps]
-    files = CheckpointFiles(
+    files = LoadFiles(
         Path("memory"),
-        lambda name: nullcontext(SlotsFile(name, memory.parts, ranks.node, pull, memory.run)),
+        lambda name: nullcontext(LoadSlotsFile(name, memory.parts, ranks.node, pull, memory.run)),
         memory.stored,
         {},
     )
@@ -258,12 +258,12 @@ def load_memory(
         )
 
 
-def newest_step(paths: Sequence[Place]) -> int | None:
+def newest_step(paths: Sequence[StoragePlace]) -> int | None:
     """Returns the newest step in the result of `list_steps`, undamaged or not."""
     return layout.parse_step(paths[0].name) if paths else None
 
 
-def _newest_good(paths: Sequence[Place]) -> int | None:
+def _newest_good(paths: Sequence[StoragePlace]) -> int | None:
     """Returns the newest step whose commit record is undamaged. Reads no tensors."""
     for path in paths:
         try:

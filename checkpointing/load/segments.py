@@ -12,13 +12,13 @@ from torch import Tensor
 
 from checkpointing.errors import DamagedCheckpoint, reading
 from checkpointing.format.bits import is_finite
-from checkpointing.format.crc import BlockSums, RedundantReader
+from checkpointing.format.crc import CrcBlockSums, CrcReader
 from checkpointing.format.layout import FileRecord, StoredTensor
-from checkpointing.format.plan import Box
+from checkpointing.format.plan import TensorBox
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor
-from checkpointing.load.read_plan import ALIGNMENT, ReadUnit, Slab, intersection
+from checkpointing.load.read_plan import ALIGNMENT, LoadSlab, LoadUnit, intersection
 from checkpointing.storage.interface import StoredFile
-from checkpointing.storage.place import Place
+from checkpointing.storage.place import StoragePlace
 
 _MOST_BUFFERS = 1024
 _JOB_STEPS = 16
@@ -28,10 +28,10 @@ OpenFile = Callable[[str], AbstractContextManager[StoredFile]]
 
 
 @dataclass(frozen=True)
-class CheckpointFiles:
+class LoadFiles:
     """A checkpoint's files: how to open them, positions of the tensors, and checksums."""
 
-    where: Place
+    where: StoragePlace
     """Path of the checkpoint, for messages."""
     open: OpenFile
     tensors: Mapping[str, StoredTensor]
@@ -39,47 +39,47 @@ class CheckpointFiles:
     """File → checksums. A file without an entry is not checked."""
 
 
-class ReadSegment(NamedTuple):
+class LoadSegment(NamedTuple):
     """Bytes of a file, and their destination."""
 
     begin: int
     nbytes: int
     data: memoryview | None
     """Destination; None: the reader's own memory, to compute the checksum or to copy `slab`."""
-    redundant: RedundantReader
-    slab: Slab | None = None
+    redundant: CrcReader
+    slab: LoadSlab | None = None
     """Slab that is copied from the reader's own memory to the target, no longer than one read;
     None: copy none."""
-    unit: ReadUnit | None = None
+    unit: LoadUnit | None = None
     """The unit of these bytes if its numbers must be finite, else None."""
 
 
-class ReadJob(NamedTuple):
+class LoadJob(NamedTuple):
     """Segments of one file that a thread reads before it takes another job."""
 
     file: str
-    batches: list[list[ReadSegment]]
+    batches: list[list[LoadSegment]]
     """Batches of segments. The segments of a batch are contiguous in the file, and read by one
     call."""
 
 
-def jobs(segments: Mapping[str, Iterable[ReadSegment]], step: int) -> Iterator[ReadJob]:
+def jobs(segments: Mapping[str, Iterable[LoadSegment]], step: int) -> Iterator[LoadJob]:
     """Yields jobs that read all segments, file by file in the order of offsets. A batch has at most
     `step` bytes; longer segments are cut."""
     for file, of_file in segments.items():
-        batches: list[list[ReadSegment]] = []
+        batches: list[list[LoadSegment]] = []
         for batch in _batches(of_file, step):
             batches.append(batch)
             # small jobs keep all threads busy until the end
             if len(batches) == _JOB_STEPS:
-                yield ReadJob(file, batches)
+                yield LoadJob(file, batches)
                 batches = []
         if batches:
-            yield ReadJob(file, batches)
+            yield LoadJob(file, batches)
 
 
-def _batches(segments: Iterable[ReadSegment], most: int) -> Iterator[list[ReadSegment]]:
-    batch: list[ReadSegment] = []
+def _batches(segments: Iterable[LoadSegment], most: int) -> Iterator[list[LoadSegment]]:
+    batch: list[LoadSegment] = []
     end, room = -1, 0
     for segment in sorted(segments, key=lambda segment: segment.begin):
         begin, nbytes, data, redundant, slab, unit = segment
@@ -91,21 +91,21 @@ def _batches(segments: Iterable[ReadSegment], most: int) -> Iterator[list[ReadSe
                     yield batch
                 batch, room = [], most
             part = data[start : start + length] if data is not None else None
-            batch.append(ReadSegment(begin + start, length, part, redundant, slab, unit))
+            batch.append(LoadSegment(begin + start, length, part, redundant, slab, unit))
             end, room = begin + start + length, room - length
     if batch:
         yield batch
 
 
 @dataclass(frozen=True)
-class LocalTarget:
+class LoadTarget:
     """The local part of a tensor, and the boxes of the whole tensor that it holds."""
 
     local: Tensor
-    boxes: Sequence[Box]
+    boxes: Sequence[TensorBox]
 
     @staticmethod
-    def of(name: str, tensor: Tensor, boxes: Sequence[Box]) -> "LocalTarget":
+    def of(name: str, tensor: Tensor, boxes: Sequence[TensorBox]) -> "LoadTarget":
         """Describes the local part of a tensor. Raises ValueError if it contradicts its boxes."""
         local = local_tensor(tensor)
         if sum(math.prod(box.shape) for box in boxes) != local.numel():
@@ -113,9 +113,9 @@ class LocalTarget:
                 f"{name}: this rank holds a part of shape {list(local.shape)}, but the tensor's "
                 f"placements say {list(boxes)}; create the DTensor with the placements that it has"
             )
-        return LocalTarget(local, boxes)
+        return LoadTarget(local, boxes)
 
-    def memory(self, box: Box, dtype: torch.dtype) -> memoryview | None:
+    def memory(self, box: TensorBox, dtype: torch.dtype) -> memoryview | None:
         """Returns the bytes of a box if a file with this dtype can be read into them, else None."""
         if box not in self.boxes or self.local.device.type != "cpu" or self.local.dtype != dtype:
             return None
@@ -123,7 +123,7 @@ class LocalTarget:
         return as_bytes(view).numpy().data if view.is_contiguous() else None
 
 
-def deliver(slab: Slab, data: Tensor, targets: Mapping[str, LocalTarget]) -> None:
+def deliver(slab: LoadSlab, data: Tensor, targets: Mapping[str, LoadTarget]) -> None:
     """Copy the part of a slab that this rank holds to its target."""
     target = targets.get(slab.unit.name)
     if target is None:
@@ -136,7 +136,7 @@ def deliver(slab: Slab, data: Tensor, targets: Mapping[str, LocalTarget]) -> Non
             box_view(target.local, there).copy_(box_view(source, within))
 
 
-class SegmentReader(ExitStack):
+class LoadSegmentReader(ExitStack):
     """Reads segments of files in one thread, with its own buffers and open file. A context manager.
 
     Args:
@@ -148,10 +148,10 @@ class SegmentReader(ExitStack):
 
     def __init__(
         self,
-        files: CheckpointFiles,
-        sums: BlockSums,
+        files: LoadFiles,
+        sums: CrcBlockSums,
         bad: dict[str, str],
-        targets: Mapping[str, LocalTarget],
+        targets: Mapping[str, LoadTarget],
         step: int,
         *,
         pinned: bool,
@@ -165,7 +165,7 @@ class SegmentReader(ExitStack):
         self._file: StoredFile | None = None
 
     @torch.no_grad()
-    def read(self, job: ReadJob) -> None:
+    def read(self, job: LoadJob) -> None:
         """Read a job, add its checksums, and copy its slabs to their targets. Raises
         DamagedCheckpoint or StorageError if the file is missing, short, or cannot be read."""
         with reading(self._files.where / job.file):
@@ -178,7 +178,7 @@ class SegmentReader(ExitStack):
             self._file, self._name = self.enter_context(self._files.open(name)), name
         return self._file
 
-    def _read_batch(self, file: StoredFile, name: str, batch: list[ReadSegment]) -> None:
+    def _read_batch(self, file: StoredFile, name: str, batch: list[LoadSegment]) -> None:
         places, end = [], 0
         for segment in batch:
             places.append(end)

@@ -29,8 +29,8 @@ from checkpointing.format.plan import (
 from checkpointing.format.sections import SavePlanInput
 from checkpointing.save.messages import BlockRange, Key, Position, Slot
 from checkpointing.save.peers import Pull
-from checkpointing.save.slots import Ranges, SlotFiles, ranges_of
-from checkpointing.storage.interface import NewStep
+from checkpointing.save.slots import Ranges, SaveSlotFiles, ranges_of
+from checkpointing.storage.interface import NewStoredStep
 from checkpointing.storage.posix import is_shared
 
 # --- which writer ---------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ UNIT_BLOCKS = 16
 
 
 @dataclass
-class FileLayout:
+class SaveFileLayout:
     """The tensor files of a plan, in order, and the node that owns each."""
 
     files: Sequence[TensorFile] = ()
@@ -75,7 +75,7 @@ class FileLayout:
         return units
 
 
-class Grants:
+class SaveGrants:
     """Grants that writers have not returned yet. Grants of a failed save count until its writers
     have stopped."""
 
@@ -127,7 +127,7 @@ _scratch = threading.local()
 
 
 @dataclass
-class NodePlan:
+class SaveNodePlan:
     """A node's part in every save under one plan."""
 
     digest: str
@@ -143,7 +143,7 @@ class NodePlan:
     owners: dict[str, int]
 
 
-def plan_node(plan: SavePlanInput, digest: str, nodes: Nodes, node: int) -> NodePlan:
+def plan_node(plan: SavePlanInput, digest: str, nodes: Nodes, node: int) -> SaveNodePlan:
     owners = assign_files(plan.files, len(nodes))
     stored = {name: tensor for file in plan.files for name, tensor in file.tensors.items()}
     near = {file: nodes[owner] for file, owner in owners.items()}
@@ -170,7 +170,7 @@ def plan_node(plan: SavePlanInput, digest: str, nodes: Nodes, node: int) -> Node
                 )
         elsewhere[:] = _joined(elsewhere)
     files = {file.name: file for file in plan.files}
-    return NodePlan(digest, plan.tensors, files, pages, ranges_of(pieces), sources, owners)
+    return SaveNodePlan(digest, plan.tensors, files, pages, ranges_of(pieces), sources, owners)
 
 
 def _joined(sources: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -185,23 +185,23 @@ def _joined(sources: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return joined
 
 
-class StoppedError(Exception):
+class SaveStoppedError(Exception):
     """Raised in a writer when the save that it writes has failed."""
 
 
 def write_blocks(
     blocks: BlockRange,
-    plan: NodePlan,
-    slot: SlotFiles,
-    target: NewStep,
+    plan: SaveNodePlan,
+    slot: SaveSlotFiles,
+    target: NewStoredStep,
     pull: Pull,
     address: Slot,
     rate: float | None,
     stopped: Callable[[], bool],
 ) -> tuple[dict[int, int], int]:
     """Write blocks of a file; returns (block → CRC-32, number of bytes written). Raises
-    StoppedError if `stopped`, which is called before each block, and StorageError if another node
-    does not send its bytes.
+    SaveStoppedError if `stopped`, which is called before each block, and StorageError if another
+    node does not send its bytes.
 
     Args:
         address: address of the slot on other nodes.
@@ -214,7 +214,7 @@ def write_blocks(
     with target.writer(file.name, file.size) as out:
         for block in range(blocks.first, blocks.stop):
             if stopped():
-                raise StoppedError
+                raise SaveStoppedError
             start, stop = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, file.size)
             data = image[start:stop]
             elsewhere = _within(plan.sources[blocks.file], start, stop)
@@ -242,7 +242,7 @@ def _assembled(
     image: memoryview,
     start: int,
     elsewhere: list[tuple[int, int, int]],
-    plan: NodePlan,
+    plan: SaveNodePlan,
     pull: Pull,
     address: Slot,
 ) -> memoryview:

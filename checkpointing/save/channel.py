@@ -42,11 +42,11 @@ FIRST_BYTES = 4096
 PROOF = b"I know it, too"
 
 
-class StrangerError(OSError):
+class SaveChannelError(OSError):
     """The peer does not know the secret, or its messages were tampered with."""
 
 
-class Channel:
+class SaveChannel:
     """One side of an authenticated connection, see [Note: channel]. Created by `call` and
     `welcome`. `ours` is the key of messages that this side sends, `theirs` of those it receives."""
 
@@ -60,8 +60,8 @@ class Channel:
         self.send_bytes(pack(message))
 
     def recv(self) -> Any:
-        """Returns the next value. Raises StrangerError if the MAC is wrong or the message is not a
-        packed value, and EOFError or OSError if the other side is gone."""
+        """Returns the next value. Raises SaveChannelError if the MAC is wrong or the message is not
+        a packed value, and EOFError or OSError if the other side is gone."""
         return _message(self.recv_bytes())
 
     def send_bytes(self, data: bytes | memoryview) -> None:
@@ -87,7 +87,7 @@ class Channel:
         # both sides count messages: a repeated, dropped or swapped message has a wrong MAC
         self._received += 1
         if not hmac.compare_digest(mac, _mac(self._theirs, self._received, data)):
-            raise StrangerError("a message that the other side has not sent")
+            raise SaveChannelError("a message that the other side has not sent")
         return data
 
     def poll(self, seconds: float) -> bool:
@@ -107,7 +107,9 @@ class Channel:
         self._connection.close()
 
 
-def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_SECONDS) -> Channel:
+def call(
+    address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_SECONDS
+) -> SaveChannel:
     """Connect to a listening process of the run, over TCP or an abstract Unix socket.
 
     Args:
@@ -115,7 +117,7 @@ def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_
         seconds: longest silence during the handshake, as a machine that is gone never answers.
 
     Raises:
-        StrangerError: the listener does not know the secret.
+        SaveChannelError: the listener does not know the secret.
         EOFError, OSError: nobody listens at `address`, or the handshake times out.
     """
     connection = _connect(address, seconds)
@@ -124,10 +126,10 @@ def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_
         theirs, ours = connection.recv_bytes(NONCE_BYTES), os.urandom(NONCE_BYTES)
         connection.send_bytes(ours)
         listener_key, caller_key = _keys(secret, theirs, ours)
-        channel = Channel(connection, caller_key, listener_key)
+        channel = SaveChannel(connection, caller_key, listener_key)
         # The listener proves itself first, so that a stranger gets no message of this process.
         if channel.recv_bytes(len(PROOF)) != PROOF:
-            raise StrangerError(
+            raise SaveChannelError(
                 f"the listener at {address} knows the secret of this run, but begins with another "
                 "message than expected; run one version of perdure on all nodes"
             )
@@ -138,7 +140,7 @@ def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_
         raise
 
 
-def welcome(connection: Connection, secret: bytes, seconds: float) -> tuple[Channel, Any]:
+def welcome(connection: Connection, secret: bytes, seconds: float) -> tuple[SaveChannel, Any]:
     """Authenticate a caller; returns the channel and the caller's first message, which identifies
     it. Raises an exception if the caller does not know the secret, has disconnected, or is silent
     for `seconds`."""
@@ -149,10 +151,10 @@ def welcome(connection: Connection, secret: bytes, seconds: float) -> tuple[Chan
             credentials = same.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             _, uid, _ = struct.unpack("3i", credentials)
             if uid != os.geteuid():
-                raise StrangerError(f"its process has uid {uid}, and this one {os.geteuid()}")
+                raise SaveChannelError(f"its process has uid {uid}, and this one {os.geteuid()}")
     ours = os.urandom(NONCE_BYTES)
     connection.send_bytes(ours)
-    channel = Channel(connection, *_keys(secret, ours, connection.recv_bytes(NONCE_BYTES)))
+    channel = SaveChannel(connection, *_keys(secret, ours, connection.recv_bytes(NONCE_BYTES)))
     channel.send_bytes(PROOF)
     message = _message(channel.recv_bytes(FIRST_BYTES))
     channel.limit(0)
@@ -173,7 +175,7 @@ def _message(data: bytes) -> Any:
     try:
         return unpack(data)
     except WireError as error:
-        raise StrangerError(f"no message of this run: {error}") from error
+        raise SaveChannelError(f"no message of this run: {error}") from error
 
 
 def _socket(connection: Connection) -> socket.socket:

@@ -30,10 +30,10 @@ from checkpointing.format.layout import (
 from checkpointing.format.untrusted import printable
 from checkpointing.options import CheckpointOptions
 from checkpointing.save.messages import SaveContents
-from checkpointing.storage.interface import NewStep
+from checkpointing.storage.interface import NewStoredStep
 from checkpointing.storage.ownership import is_alive, keep_to, owner
-from checkpointing.storage.place import P, Place, location
-from checkpointing.storage.retention import StepVerdicts, inspect_steps, prune
+from checkpointing.storage.place import P, StoragePlace, location
+from checkpointing.storage.retention import RetentionVerdicts, inspect_steps, prune
 from checkpointing.storage.steps import new_step, storage_of
 from checkpointing.storage.verification import VerificationStoppedError, is_damage, verify_step
 
@@ -81,7 +81,7 @@ def hold(directory: P, mine: P | None) -> P:
             return new
 
 
-def _words(path: Place, what: str) -> str:
+def _words(path: StoragePlace, what: str) -> str:
     name, moment = _owner(path)
     since = ""
     # The text may be damaged; the directory is claimed anyway.
@@ -93,7 +93,7 @@ def _words(path: Place, what: str) -> str:
     )
 
 
-def _owner(path: Place) -> tuple[str, str]:
+def _owner(path: StoragePlace) -> tuple[str, str]:
     """Returns (owner, Unix time) of a claim; two empty texts if the file has none."""
     text = ""
     with suppress(FileNotFoundError):  # a newer claim has removed the file
@@ -117,13 +117,13 @@ READ_AT_END_BYTES = 256 << 20
 """Size in bytes up to which the last step is read back before the writers end."""
 
 
-class StepCommitter:
+class SaveCommitter:
     """Prepares, commits, verifies and deletes a run's steps in storage."""
 
-    def __init__(self, directory: Place, options: CheckpointOptions) -> None:
+    def __init__(self, directory: StoragePlace, options: CheckpointOptions) -> None:
         self._directory, self._options = directory, options
         keep_to(directory, options.trust)
-        self._claim: Place | None = None
+        self._claim: StoragePlace | None = None
         """File of this run's claim, from the first save on."""
         self._verified: set[str] = set()
         """Names of steps that were read completely and are undamaged."""
@@ -134,12 +134,12 @@ class StepCommitter:
         self._spans: list[bytes] = []
         """Lines that are not in trace.jsonl yet."""
 
-    def path(self, step: int) -> Place:
+    def path(self, step: int) -> StoragePlace:
         return self._directory / step_name(step)
 
     def begin(
         self, step: int, files: Sequence[TensorFile], damaged: Collection[str]
-    ) -> NewStep | None:
+    ) -> NewStoredStep | None:
         """Prepare a step for writing; returns None if it is committed already."""
         started = time.time()
         # Before anything is written, and even if `step` is committed: another run may have done it.
@@ -157,7 +157,7 @@ class StepCommitter:
     def commit(
         self,
         step: int,
-        target: NewStep,
+        target: NewStoredStep,
         files: Sequence[TensorFile],
         checksums: Mapping[str, Mapping[int, int]],
         small: Mapping[str, bytes],
@@ -206,8 +206,10 @@ class StepCommitter:
         """
         unreadable: set[str] = set()
 
-        def known() -> StepVerdicts:
-            return StepVerdicts(self._damaged | self._found_damaged, unreadable, self._verified)
+        def known() -> RetentionVerdicts:
+            return RetentionVerdicts(
+                self._damaged | self._found_damaged, unreadable, self._verified
+            )
 
         while self._options.keep:
             # After a bad step, the step before it is read, to prove that a readable step exists.
@@ -230,7 +232,7 @@ class StepCommitter:
             (self._found_damaged if bad else unreadable).add(newest.path.name)
         prune(self._directory, self._options, known())
 
-    def abort(self, target: NewStep) -> None:
+    def abort(self, target: NewStoredStep) -> None:
         target.abort()
         self._write_trace()
 
@@ -257,7 +259,7 @@ class StepCommitter:
 def _slowly(
     nbytes: int, busy: Callable[[], bool], ending: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Returns the function that `StepCommitter.tidy` calls before it reads a block back. It slows
+    """Returns the function that `SaveCommitter.tidy` calls before it reads a block back. It slows
     the reading down while a save is `busy`. While the run is `ending`, it stops the reading of a
     step of more than READ_AT_END_BYTES; `nbytes` is the step's size."""
     last = time.monotonic()

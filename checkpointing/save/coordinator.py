@@ -31,13 +31,13 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, assert_never
 
 from checkpointing.format.layout import TRAINER_STATE, TensorFile
-from checkpointing.format.sections import NumberSummary, not_finite
+from checkpointing.format.sections import SectionNumbers, not_finite
 from checkpointing.options import CheckpointOptions
 from checkpointing.save import messages as msg
-from checkpointing.save.blocks import FileLayout, Grants, default_writers
-from checkpointing.save.commit import StepCommitter
-from checkpointing.storage.interface import NewStep
-from checkpointing.storage.place import Place, location
+from checkpointing.save.blocks import SaveFileLayout, SaveGrants, default_writers
+from checkpointing.save.commit import SaveCommitter
+from checkpointing.storage.interface import NewStoredStep
+from checkpointing.storage.place import StoragePlace, location
 from checkpointing.storage.posix import is_shared
 from checkpointing.storage.steps import storage_of
 
@@ -54,10 +54,10 @@ class _Save:
     contents: msg.SaveContents
     slot: int
     started: float
-    target: NewStep | None = None
+    target: NewStoredStep | None = None
     staged: dict[int, msg.Position] = field(default_factory=dict)
     """Node → position up to which it has copied everything."""
-    numbers: dict[int, NumberSummary] = field(default_factory=dict)
+    numbers: dict[int, SectionNumbers] = field(default_factory=dict)
     """Node that has copied everything → summary of the numbers."""
     preparing: bool = False
     waiting: dict[int, deque[msg.BlockRange]] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class _Save:
         return self.contents.memory_only
 
 
-class CoordinatorHost(Protocol):
+class SaveCoordinatorHost(Protocol):
     def send(self, node: int, message: msg.ToNode) -> None:
         """Send to a node's writer. The message is dropped if the writer has died."""
 
@@ -91,23 +91,23 @@ class CoordinatorHost(Protocol):
         """Run work() in the coordinator's thread at `moment` of time.monotonic()."""
 
 
-class Coordinator:
+class SaveCoordinator:
     """Admits saves, grants blocks and commits, see [Note: a save]. All methods run in one thread;
-    functions passed to `CoordinatorHost.later` run in others."""
+    functions passed to `SaveCoordinatorHost.later` run in others."""
 
     def __init__(
         self,
-        directory: Place,
+        directory: StoragePlace,
         options: CheckpointOptions,
         nodes: int,
-        host: CoordinatorHost,
+        host: SaveCoordinatorHost,
         voided: int = 0,
     ) -> None:
         self._voided = voided
         self._options, self._nodes, self._host = options, nodes, host
         self._move(directory)
         self._plan = ""
-        self._layout = FileLayout()
+        self._layout = SaveFileLayout()
         self._indexes: dict[str, bytes] = {}
         self._hellos: dict[int, msg.SlotsReport] = {}
         """Node → its report of slots for a plan. Rank 0's node may not know the plan yet."""
@@ -116,7 +116,7 @@ class Coordinator:
         """Requests without an answer."""
         self._answers: dict[msg.Key, list[msg.Answer | msg.SaveEnded]] = {}
         """Messages about the last four requests, for nodes whose request comes later."""
-        self._grants = Grants(nodes)
+        self._grants = SaveGrants(nodes)
         self._clearing = 0
         """Number of failed saves whose files are still being removed. The next save, perhaps of the
         same step, is prepared after that."""
@@ -128,14 +128,14 @@ class Coordinator:
         self._failed: _Save | None = None
         """The save that failed last, whose slot may still become complete."""
         self._tidying = False
-        self._untidy: set[StepCommitter] = set()
+        self._untidy: set[SaveCommitter] = set()
         """Committers of the directories in which retention must run next."""
 
-    def _move(self, directory: Place) -> None:
+    def _move(self, directory: StoragePlace) -> None:
         self._directory = directory
         self._newest: int | None = None
         """Last step that this process committed in this directory."""
-        self._steps = StepCommitter(directory, self._options)
+        self._steps = SaveCommitter(directory, self._options)
         kind = storage_of(directory).filesystem(directory)
         self._stagger = STAGGER_SECONDS if is_shared(kind) else 0.0
         self._limit = self._options.max_writers or default_writers(kind)
@@ -194,7 +194,7 @@ class Coordinator:
         indexes: Mapping[str, bytes],
         owners: Mapping[str, int],
     ) -> None:
-        self._plan, self._layout, self._indexes = plan, FileLayout(files, owners), dict(indexes)
+        self._plan, self._layout, self._indexes = plan, SaveFileLayout(files, owners), dict(indexes)
         self._consider_all()
 
     @property
@@ -299,7 +299,7 @@ class Coordinator:
             lambda target: self._prepared(save, target),
         )
 
-    def _prepared(self, save: _Save, target: NewStep | Exception | None) -> None:
+    def _prepared(self, save: _Save, target: NewStoredStep | Exception | None) -> None:
         save.preparing = False
         if save is not self._save:  # the save has failed meanwhile
             if target and not isinstance(target, Exception):
@@ -390,7 +390,7 @@ class Coordinator:
             save.committing, target = True, save.target
             state = {TRAINER_STATE: save.contents.state}
             files, small = self._layout.files, {**save.contents.files, **state, **self._indexes}
-            numbers = sum(save.numbers.values(), NumberSummary())
+            numbers = sum(save.numbers.values(), SectionNumbers())
             self._later(
                 lambda: self._steps.commit(
                     save.step, target, files, save.checksums,
@@ -400,7 +400,7 @@ class Coordinator:
             )  # fmt: skip
 
     def _committed(
-        self, save: _Save, target: NewStep, numbers: NumberSummary, result: Exception | None
+        self, save: _Save, target: NewStoredStep, numbers: SectionNumbers, result: Exception | None
     ) -> None:
         if isinstance(result, Exception):
             save.committing = False
@@ -487,7 +487,7 @@ class Coordinator:
         for other in late:
             self._host.drop(other)
 
-    def _clear(self, target: NewStep) -> None:
+    def _clear(self, target: NewStoredStep) -> None:
         steps = self._steps
         self._later(lambda: steps.abort(target), lambda _: self._cleared())
 
@@ -509,7 +509,7 @@ class Coordinator:
         self._maybe_closed()
 
     def _later(self, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """Like CoordinatorHost.later, but keeps this process alive until `done` has run."""
+        """Like SaveCoordinatorHost.later, but keeps this process alive until `done` has run."""
         self._aside += 1
 
         def ended(result: T | Exception) -> None:

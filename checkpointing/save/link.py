@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from checkpointing.errors import StorageError, explain
 from checkpointing.save import messages as msg
-from checkpointing.save.channel import Channel, call
+from checkpointing.save.channel import SaveChannel, call
 from checkpointing.wire import pack
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class WriterGoneError(Exception):
     """The writer process is gone or does not answer."""
 
 
-class UnansweredError(WriterGoneError):
+class WriterUnansweredError(WriterGoneError):
     """The writer process was lost after a request was sent. Other ranks may have the answer."""
 
 
@@ -98,7 +98,7 @@ class WriterLink:
         self, setup: msg.WriterSetup, rank: int, process: "subprocess.Popen[bytes] | None"
     ) -> None:
         self._setup, self._rank, self._process = setup, rank, process
-        self._connection: Channel | None = None
+        self._connection: SaveChannel | None = None
         self._interrupted = False
 
     @property

@@ -11,10 +11,10 @@ from typing import Any, Literal, get_args
 
 from checkpointing.errors import RankFailure, explain
 from checkpointing.format.plan import Nodes
-from checkpointing.format.sections import NumberSummary, SavePlanInput
+from checkpointing.format.sections import SavePlanInput, SectionNumbers
 from checkpointing.options import CheckpointOptions
-from checkpointing.save.slots import Ranges, Slots
-from checkpointing.storage.interface import NewStep
+from checkpointing.save.slots import Ranges, SaveSlots
+from checkpointing.storage.interface import NewStoredStep
 from checkpointing.wire import register
 
 ANSWER_SECONDS = 30
@@ -185,7 +185,7 @@ class StagedReport:
 
     key: Key
     position: Position
-    numbers: NumberSummary | None = None
+    numbers: SectionNumbers | None = None
     """Summary of the copied numbers; sent with the last position."""
 
 
@@ -348,7 +348,7 @@ class WriteGrant:
     key: Key
     slot: int
     blocks: BlockRange
-    target: NewStep
+    target: NewStoredStep
     rate: float | None
     """Largest number of bytes per second; None: no limit."""
 
@@ -400,7 +400,7 @@ class SlotsMade:
     """The slots of a plan are ready."""
 
     digest: str
-    slots: Slots
+    slots: SaveSlots
 
 
 @dataclass(frozen=True)

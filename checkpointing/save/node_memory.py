@@ -10,23 +10,30 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from checkpointing.errors import explain
-from checkpointing.format.sections import NumberSummary, SavePlanInput
+from checkpointing.format.sections import SavePlanInput, SectionNumbers
 from checkpointing.save import messages as msg
-from checkpointing.save.blocks import NodePlan, plan_node
+from checkpointing.save.blocks import SaveNodePlan, plan_node
 from checkpointing.save.peers import Pull, copy_slot, write_manifest
-from checkpointing.save.serving import EventLoop, give_way
-from checkpointing.save.slots import SlotFiles, Slots, close_slots, give_back, make_room, make_slots
-from checkpointing.storage.folders import LockedFolder, collect_memory, forget
+from checkpointing.save.serving import WriterEventLoop, give_way
+from checkpointing.save.slots import (
+    SaveSlotFiles,
+    SaveSlots,
+    close_slots,
+    give_back,
+    make_room,
+    make_slots,
+)
+from checkpointing.storage.folders import LockedStorageFolder, collect_memory, forget
 
 logger = logging.getLogger(__name__)
 
 MOST_THREADS = 4
 """Largest number of threads that compute the checksums of a slot."""
-NewSlots = tuple[NodePlan, LockedFolder | None, Slots]
+NewSlots = tuple[SaveNodePlan, LockedStorageFolder | None, SaveSlots]
 
 
 @dataclass
-class SlotFilling:
+class SaveSlotFilling:
     """A save whose tensors are being copied into a slot, or have been."""
 
     key: msg.Key
@@ -36,22 +43,22 @@ class SlotFilling:
     """Newest step in storage when the save began."""
     staged: dict[int, msg.Position] = field(default_factory=dict)
     """Rank → position up to which it has copied its pieces."""
-    numbers: dict[int, NumberSummary] = field(default_factory=dict)
+    numbers: dict[int, SectionNumbers] = field(default_factory=dict)
     """Rank that has copied everything → summary of the numbers."""
     stopped: bool = False
 
 
-class NodeMemory:
+class SaveNodeMemory:
     """A node's slots in its writer process. Methods run in the thread of the writer's loop."""
 
-    def __init__(self, setup: msg.WriterSetup, directory: str, loop: EventLoop) -> None:
+    def __init__(self, setup: msg.WriterSetup, directory: str, loop: WriterEventLoop) -> None:
         self._setup, self._directory, self._loop = setup, directory, loop
         self._ranks = setup.nodes[setup.node]
-        self.plan: NodePlan | None = None
-        self.slots: Slots | None = None
-        self._folder: LockedFolder | None = None
-        self.files: list[SlotFiles] = []
-        self._filled: dict[int, SlotFilling] = {}
+        self.plan: SaveNodePlan | None = None
+        self.slots: SaveSlots | None = None
+        self._folder: LockedStorageFolder | None = None
+        self.files: list[SaveSlotFiles] = []
+        self._filled: dict[int, SaveSlotFilling] = {}
         """Slot → the last save copied into it, even if that has ended or failed."""
         self._manifests: dict[str, msg.Manifest] = {}
         """Name of a slot, or of a copy of another node's slot → its valid manifest."""
@@ -91,7 +98,7 @@ class NodeMemory:
             self.plan = self.slots = None
             return
         self.plan, self._folder, self.slots = slots
-        self.files = [SlotFiles(paths) for paths in self.slots.paths]
+        self.files = [SaveSlotFiles(paths) for paths in self.slots.paths]
         if not self.slots.transient:
             self._write_headers(self.plan)
 
@@ -109,7 +116,7 @@ class NodeMemory:
 
         threading.Thread(target=work).start()
 
-    def _write_headers(self, plan: NodePlan) -> None:
+    def _write_headers(self, plan: SaveNodePlan) -> None:
         for files in self.files:
             for name in plan.sources:
                 header = plan.files[name].header
@@ -120,10 +127,12 @@ class NodeMemory:
         """Position of a rank that has copied everything."""
         return (len(self.plan.files) if self.plan else 0), 0
 
-    def fill(self, go: msg.SaveAdmitted) -> SlotFilling:
+    def fill(self, go: msg.SaveAdmitted) -> SaveSlotFilling:
         """Begin to fill a slot, whose manifest becomes invalid. `make_room` must be called next."""
         # replaces the earlier save, so that a pull that names the earlier save is refused now
-        filling = self._filled[go.slot] = SlotFilling(go.key, go.slot, go.state.decode(), go.newest)
+        filling = self._filled[go.slot] = SaveSlotFilling(
+            go.key, go.slot, go.state.decode(), go.newest
+        )
         if self._folder:  # first, so that no restart reads a slot that is being overwritten
             name = f"slot-{go.slot}"
             self._manifests.pop(name, None)
@@ -147,10 +156,10 @@ class NodeMemory:
             if all(filled.staged.get(rank) == self.end or rank in lost for rank in self._ranks):
                 give_back(self.files[slot], plan.ranges)
 
-    def filling(self, key: msg.Key) -> SlotFilling | None:
+    def filling(self, key: msg.Key) -> SaveSlotFilling | None:
         return next((held for held in self._filled.values() if held.key == key), None)
 
-    def slot_of(self, slot: int, key: msg.Key | None) -> SlotFiles:
+    def slot_of(self, slot: int, key: msg.Key | None) -> SaveSlotFiles:
         """Returns the files of a slot in use. Raises EOFError if it does not hold the save `key`: a
         restarted process has lost the saves of its predecessor."""
         held = self._filled.get(slot)
@@ -158,7 +167,9 @@ class NodeMemory:
             raise EOFError
         return self.files[slot]
 
-    def remember(self, filling: SlotFilling, done: Callable[[msg.Manifest | None], None]) -> None:
+    def remember(
+        self, filling: SaveSlotFilling, done: Callable[[msg.Manifest | None], None]
+    ) -> None:
         """Compute the checksums of a complete slot and write its manifest, so that a restart may
         use it. Calls done(manifest), or done(None) if a restart cannot use the slot."""
         plan, folder, files = self.plan, self._folder, self.files[filling.slot]

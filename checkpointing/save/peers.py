@@ -20,8 +20,8 @@ from isal.isal_zlib import crc32
 
 from checkpointing.errors import StorageError, explain
 from checkpointing.save import messages as msg
-from checkpointing.save.channel import SILENT_SECONDS, Channel, call
-from checkpointing.save.slots import SlotFiles, created, fitting, portions
+from checkpointing.save.channel import SILENT_SECONDS, SaveChannel, call
+from checkpointing.save.slots import SaveSlotFiles, created, fitting, portions
 from checkpointing.storage import folders
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def copy_slot(
     write_manifest(folder, name, manifest, token)
 
 
-def open_leftover(slot: str, files: Sequence[str], token: str) -> SlotFiles:
+def open_leftover(slot: str, files: Sequence[str], token: str) -> SaveSlotFiles:
     """Open files of a slot that an earlier process of this run left. Raises StorageError if the
     folder `slot` is no slot of this run, or lacks one of the files."""
     path = Path(slot)  # it may come from another node, so it is checked
@@ -104,7 +104,7 @@ def open_leftover(slot: str, files: Sequence[str], token: str) -> SlotFiles:
     for file in files:
         if manifest is None or file not in manifest.ranges:
             raise StorageError(f"{slot} holds no {file} of this run")
-    return SlotFiles({file: str(path / file) for file in files}, writable=False)
+    return SaveSlotFiles({file: str(path / file) for file in files}, writable=False)
 
 
 BUNDLE_BYTES = 1 << 20
@@ -115,7 +115,7 @@ Pull = Callable[[int, msg.Slot, str, Sequence[tuple[int, int]]], Generator[bytes
 """(node, slot, file, ranges) → the bytes of each range; see Puller."""
 
 
-class Puller:
+class SavePuller:
     """Fetches bytes of slots from the writers of other nodes. Each thread has its own connections,
     so that it reads only its own answers."""
 
@@ -124,8 +124,8 @@ class Puller:
         self._of_thread = threading.local()
 
     @property
-    def _connections(self) -> dict[int, Channel]:
-        connections: dict[int, Channel] = self._of_thread.__dict__.setdefault("by_node", {})
+    def _connections(self) -> dict[int, SaveChannel]:
+        connections: dict[int, SaveChannel] = self._of_thread.__dict__.setdefault("by_node", {})
         return connections
 
     def __call__(
@@ -159,7 +159,7 @@ class Puller:
                     ) from error
                 used_before = False  # its writer may have restarted: connect once more
 
-    def _connection(self, node: int) -> Channel:
+    def _connection(self, node: int) -> SaveChannel:
         if node not in self._connections:
             connection = self._connections[node] = call(self._addresses[node], self._secret)
             # A machine that has failed does not close its connections, so limit the wait.
@@ -169,7 +169,7 @@ class Puller:
 
 
 def serve_pulls(
-    connection: Channel, slots: Callable[[int, msg.Key | None], SlotFiles], run: str
+    connection: SaveChannel, slots: Callable[[int, msg.Key | None], SaveSlotFiles], run: str
 ) -> None:
     """Answer a Puller. Raises EOFError or OSError when it disconnects, or requests a slot that does
     not exist.
@@ -178,7 +178,7 @@ def serve_pulls(
         slots: (number, save that it must hold or None) → a slot in use; raises EOFError if it holds
             another save.
     """
-    left: dict[str, SlotFiles] = {}
+    left: dict[str, SaveSlotFiles] = {}
     while True:
         wanted: msg.Fetch = connection.recv()
         file = wanted.file

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpointing.format.bits import digest_and_finite
-from checkpointing.format.layout import MODEL, Section
+from checkpointing.format.layout import MODEL, LayoutSection
 from checkpointing.format.plan import TensorPiece, assign_files, plan_pieces
 from checkpointing.format.sections import (
     SavePlanInput,
@@ -40,7 +40,7 @@ StateTensors = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class DescribedTensors:
+class SaveTensors:
     """Specs of the tensors of model and optimizer, merged over all ranks."""
 
     signature: Signature
@@ -48,7 +48,7 @@ class DescribedTensors:
     specs: tuple[Specs, Specs]
     """(specs of the model, specs of the optimizer), equal on all ranks."""
     max_shard_bytes: int
-    of_model: Section = MODEL
+    of_model: LayoutSection = MODEL
 
     @cached_property
     def layout(self) -> SavePlanInput:
@@ -73,14 +73,14 @@ class SavePlanner:
     ranks. `max_shard_bytes` is the largest size of a file, `of_model` the section of the model's
     tensors: MODEL, or ADAPTER."""
 
-    def __init__(self, ranks: RankGroup, max_shard_bytes: int, of_model: Section = MODEL) -> None:
+    def __init__(
+        self, ranks: RankGroup, max_shard_bytes: int, of_model: LayoutSection = MODEL
+    ) -> None:
         self._ranks, self._max_shard_bytes, self._of_model = ranks, max_shard_bytes, of_model
-        self._described: DescribedTensors | None = None
+        self._described: SaveTensors | None = None
         """The tensors of the last load or plan."""
 
-    def describe(
-        self, tensors: Callable[[], StateTensors]
-    ) -> tuple[StateTensors, DescribedTensors]:
+    def describe(self, tensors: Callable[[], StateTensors]) -> tuple[StateTensors, SaveTensors]:
         """Calls `tensors` once; returns (this rank's tensors of model and optimizer, their specs
         merged over all ranks). Raises RankError if `tensors` failed, or a tensor cannot be stored.
         """
@@ -92,7 +92,7 @@ class SavePlanner:
 
         ours, theirs = self._ranks.specs(hold)
         limits = self._max_shard_bytes, self._of_model
-        self._described = DescribedTensors(signatures(*held[0]), (ours, theirs), *limits)
+        self._described = SaveTensors(signatures(*held[0]), (ours, theirs), *limits)
         return held[0], self._described
 
     def plan(

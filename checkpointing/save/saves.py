@@ -20,15 +20,15 @@ from checkpointing.save.link import (
     END_SECONDS,
     GONE,
     Spare,
-    UnansweredError,
     WriterGoneError,
     WriterLink,
+    WriterUnansweredError,
     end,
     own_address,
 )
 from checkpointing.save.planning import SavePlan
-from checkpointing.save.slots import Slots
-from checkpointing.save.staging import Staging
+from checkpointing.save.slots import SaveSlots
+from checkpointing.save.staging import SaveStaging
 
 POLL_SECONDS = 60.0
 """Longest wait in seconds for a message before the deadlines are checked again."""
@@ -105,7 +105,7 @@ class SaveTracker:
             self.lost_writer()
         return closed
 
-    def slots(self, link: WriterLink, addresses: msg.Addresses, want: msg.WantSlots) -> Slots:
+    def slots(self, link: WriterLink, addresses: msg.Addresses, want: msg.WantSlots) -> SaveSlots:
         """Request slots for a plan, and wait for them. Raises StorageError if the writer cannot
         make them."""
         # The addresses are sent each time, as a restarted writer does not know the other nodes.
@@ -121,8 +121,8 @@ class SaveTracker:
             self._handle(message)
 
     def request(self, link: WriterLink, begin: msg.SaveRequest) -> msg.RankAnswer:
-        """Request a save; returns the answer. Raises UnansweredError if the writer is lost after
-        the request was sent."""
+        """Request a save; returns the answer. Raises WriterUnansweredError if the writer is lost
+        after the request was sent."""
         link.send(begin)
         patience = self._patience(min(self._options.deadline, 2 * msg.ANSWER_SECONDS))
         # a running save may delay the answer until its own deadline
@@ -134,7 +134,7 @@ class SaveTracker:
                     return message
                 self._handle(message)
         except WriterGoneError as gone:
-            raise UnansweredError(str(gone)) from gone
+            raise WriterUnansweredError(str(gone)) from gone
 
     def _await_answer(self, link: WriterLink, until: float) -> msg.ToRank:
         """Returns the next message of a writer from which an answer is expected. Kills the writer
@@ -263,7 +263,7 @@ class WriterClient:
         if link := self.link:
             link.send(message)
 
-    def slots(self, plan: SavePlan) -> Slots:
+    def slots(self, plan: SavePlan) -> SaveSlots:
         """Send the plan to the node's writer, and wait for its slots. A lost writer is restarted
         once. Raises StorageError if the writer cannot make the slots, and WriterGoneError if it
         cannot be restarted or is lost again."""
@@ -277,17 +277,19 @@ class WriterClient:
         link.restart()
         return self._tracker.slots(link, addresses, want)
 
-    def request(self, plan: SavePlan, staging: Staging, begin: msg.SaveRequest) -> msg.RankAnswer:
+    def request(
+        self, plan: SavePlan, staging: SaveStaging, begin: msg.SaveRequest
+    ) -> msg.RankAnswer:
         """Send a request to the node's writer, and wait for its answer. A lost writer is restarted
         once. If the new one cannot make slots, the next request tries again. Rank 0 does not repeat
         a request that other nodes may have an answer to, see coordinator.py [Note: a save]. Raises
         the errors of `slots`."""
         link = self._connected()
-        lost: UnansweredError | None = None
+        lost: WriterUnansweredError | None = None
         if staging.has_slots:
             try:
                 return self._tracker.request(link, begin)
-            except UnansweredError as error:
+            except WriterUnansweredError as error:
                 lost = error if self._ranks.is_main and len(self.addresses) > 1 else None
                 self._tracker.lost_writer()
             except WriterGoneError:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, Listener  # noqa: TID251  # r
 from typing import TypeVar
 
 from checkpointing.errors import explain
-from checkpointing.save.channel import Channel, StrangerError, welcome
+from checkpointing.save.channel import SaveChannel, SaveChannelError, welcome
 from checkpointing.save.messages import CallerGreeting
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ NICENESS = 10
 """Nice value of threads that move bytes, so that training goes first if cores are scarce."""
 
 
-class EventLoop:
+class WriterEventLoop:
     """Runs submitted functions one after the other, in the thread of `run`."""
 
     def __init__(self) -> None:
@@ -88,16 +88,16 @@ WELCOME_SECONDS = 20
 """Longest time in seconds that a caller may take to authenticate."""
 
 
-class ConnectionAcceptor:
+class WriterConnectionAcceptor:
     """Accepts connections to a node's writer; rejects peers without the run's secret.
 
     Args:
         serve: called with each authenticated caller, each in a separate thread; raises EOFError or
-            OSError when the caller is gone, and StrangerError if a message was tampered with.
+            OSError when the caller is gone, and SaveChannelError if a message was tampered with.
     """
 
     def __init__(
-        self, node: int, secret: bytes, serve: Callable[[CallerGreeting, Channel], None]
+        self, node: int, secret: bytes, serve: Callable[[CallerGreeting, SaveChannel], None]
     ) -> None:
         self._node, self._secret, self._serve = node, secret, serve
         self._refused = 0
@@ -124,14 +124,14 @@ class ConnectionAcceptor:
             channel, caller = welcome(connection, self._secret, WELCOME_SECONDS)
             # The caller got a forged address for the node that it intends to reach.
             if caller.kind == "pull" and caller.number != self._node:
-                raise StrangerError(f"it calls for node {caller.number}")
+                raise SaveChannelError(f"it calls for node {caller.number}")
         except Exception as error:  # a stranger, or a caller that has disconnected or is silent
             self._refuse(peer, error)
             connection.close()
             return
         try:
             self._serve(caller, channel)
-        except StrangerError as error:
+        except SaveChannelError as error:
             self._refuse(peer, error)
         except (EOFError, OSError):
             pass
@@ -151,7 +151,7 @@ class ConnectionAcceptor:
         )  # fmt: skip
 
 
-def send(channel: Channel, message: object) -> None:
+def send(channel: SaveChannel, message: object) -> None:
     """Send a message. If the receiver is gone, nothing is raised here: the thread that reads from
     the channel notices the loss."""
     with suppress(OSError):

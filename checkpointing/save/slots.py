@@ -37,7 +37,7 @@ from checkpointing.errors import StorageError, explain
 from checkpointing.format.layout import TensorFile
 from checkpointing.format.plan import TensorPiece, extents_of, merged
 from checkpointing.storage import folders
-from checkpointing.storage.folders import LockedFolder
+from checkpointing.storage.folders import LockedStorageFolder
 
 _PORTION = 16 << 20
 """Bytes that are touched, sent to another node, or checksummed at a time."""
@@ -46,7 +46,7 @@ Ranges = dict[str, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class Slots:
+class SaveSlots:
     """Paths and properties of a node's slots; equal for its writer and its ranks."""
 
     paths: list[dict[str, str]]
@@ -80,7 +80,7 @@ def ranges_of(pieces: Iterable[TensorPiece], page: int = 1) -> Ranges:
     return {file: merged(of_file) for file, of_file in spans.items()}
 
 
-class SlotFiles:
+class SaveSlotFiles:
     """The files of one slot, mapped into this process."""
 
     def __init__(self, paths: Mapping[str, str], *, writable: bool = True) -> None:
@@ -229,7 +229,7 @@ def make_slots(
     plan: str,
     node: int,
     disk: str | None = None,
-) -> tuple[LockedFolder | None, Slots]:
+) -> tuple[LockedStorageFolder | None, SaveSlots]:
     """Create the slots of this node, or reuse slots that a dead run with the same plan left.
     Returns (folder in shared memory, or None for unnamed files; slots). Raises StorageError if not
     even one slot fits.
@@ -269,12 +269,12 @@ def make_slots(
         raise no_memory(nbytes)
     few = f"; {wanted} were asked for, but there is no memory for more" if count < wanted else ""
     note = f"{count} checkpoint slot(s) of {nbytes / 1e6:,.1f} MB {where}{few}"
-    return folder, Slots(paths, nbytes, note, lasting=folder is not None)
+    return folder, SaveSlots(paths, nbytes, note, lasting=folder is not None)
 
 
 def _unnamed_slots(
     files: Mapping[str, TensorFile], ranges: Ranges, wanted: int, nbytes: int, disk: str | None
-) -> Slots:
+) -> SaveSlots:
     """Create `wanted` slots on a disk, or, if 0 are wanted, a transient slot there or in memory."""
     # Checked now, so that the job fails at its start, not at the first save.
     if disk is None and not fitting(nbytes, None, 1):
@@ -288,7 +288,7 @@ def _unnamed_slots(
         note = (
             f"no checkpoint slots: each save takes {nbytes / 1e6:,.1f} MB in {where} while it lasts"
         )
-    return Slots(paths, nbytes, note, lasting=False, resident=False, transient=not wanted)
+    return SaveSlots(paths, nbytes, note, lasting=False, resident=False, transient=not wanted)
 
 
 @contextmanager
@@ -299,7 +299,7 @@ def _on_disk(disk: str | None) -> Iterator[None]:
         raise StorageError(f"slot_directory: {disk}: {explain(error)}") from error
 
 
-def make_room(slots: Slots, ranges: Ranges, disk: str | None) -> None:
+def make_room(slots: SaveSlots, ranges: Ranges, disk: str | None) -> None:
     """Reserve the memory or disk space of a transient slot. Raises StorageError if there is too
     little."""
     if disk is None and available_bytes() - RESERVE < slots.nbytes:
@@ -312,7 +312,7 @@ def make_room(slots: Slots, ranges: Ranges, disk: str | None) -> None:
                     os.posix_fallocate(file.fileno(), start, stop - start)
 
 
-def give_back(files: SlotFiles, ranges: Ranges) -> None:
+def give_back(files: SaveSlotFiles, ranges: Ranges) -> None:
     for name, spans in ranges.items():
         region = files.maps[name]
         for start, stop in spans:
@@ -365,7 +365,7 @@ def _anonymous_slot(
     return paths
 
 
-def close_slots(slots: Slots) -> None:
+def close_slots(slots: SaveSlots) -> None:
     """Close the unnamed files of slots, in the process that created them."""
     if not slots.lasting:
         for paths in slots.paths:
@@ -379,10 +379,10 @@ def _reserve(descriptor: int, size: int, ranges: Sequence[tuple[int, int]]) -> N
         os.posix_fallocate(descriptor, start, stop - start)
 
 
-def _folder(directory: str, shape: Shape) -> LockedFolder:
+def _folder(directory: str, shape: Shape) -> LockedStorageFolder:
     """Returns a folder for slots of `shape`: a folder that a dead process of this run left, else a
     new one. Folders for other plans are deleted."""
-    mine: LockedFolder | None = None
+    mine: LockedStorageFolder | None = None
     for path in folders.memory_folders(directory):
         there: Shape = [""]
         with suppress(OSError, ValueError):

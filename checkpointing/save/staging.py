@@ -21,20 +21,20 @@ from torch import Tensor
 
 from checkpointing.format.bits import digest_and_finite
 from checkpointing.format.layout import DTYPE_BYTES, MODEL
-from checkpointing.format.plan import Box, TensorPiece, extents_of
-from checkpointing.format.sections import NumberSummary
+from checkpointing.format.plan import TensorBox, TensorPiece, extents_of
+from checkpointing.format.sections import SectionNumbers
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor
 from checkpointing.save.messages import Position
-from checkpointing.save.slots import SlotFiles, Slots, ranges_of
+from checkpointing.save.slots import SaveSlotFiles, SaveSlots, ranges_of
 
 logger = logging.getLogger(__name__)
 
 
 REST = 4.0
-"""Value of `rest` for `SlotFiles.touch` while training runs at the same time."""
+"""Value of `rest` for `SaveSlotFiles.touch` while training runs at the same time."""
 
 
-class Staging:
+class SaveStaging:
     """Copies this rank's pieces into the slots of its node, in a thread, while training continues.
 
     Args:
@@ -43,7 +43,7 @@ class Staging:
 
     def __init__(
         self,
-        slots: Slots,
+        slots: SaveSlots,
         pieces: Sequence[TensorPiece],
         files: Sequence[str],
         device: torch.device,
@@ -66,7 +66,7 @@ class Staging:
         self._copied = threading.Event()
         """Set while the tensors may change."""
         self._copied.set()
-        self._files: list[SlotFiles] = []
+        self._files: list[SaveSlotFiles] = []
         self._views: list[list[Tensor]] = []
         self._touching: threading.Thread | None = None
         self._pinned: list[int] = []
@@ -84,12 +84,12 @@ class Staging:
         self._unpin()
         self._files, self._views = [], []
 
-    def move(self, slots: Slots, *, hurried: bool = True) -> None:
+    def move(self, slots: SaveSlots, *, hurried: bool = True) -> None:
         """Copy into `slots` from now on; `hurried`: whether a save already waits for them."""
         self.release()
         wanted = {part.piece.stored.file for part in self._parts}
         self._files = [
-            SlotFiles({file: path for file, path in paths.items() if file in wanted})
+            SaveSlotFiles({file: path for file, path in paths.items() if file in wanted})
             for paths in slots.paths
         ]
         self._views = [[part.view(files) for part in self._parts] for files in self._files]
@@ -129,7 +129,7 @@ class Staging:
         tensors: Mapping[str, Tensor],
         at_once: Collection[str],
         finite: Collection[str],
-        copied: Callable[[Position | Exception, NumberSummary | None], None],
+        copied: Callable[[Position | Exception, SectionNumbers | None], None],
     ) -> None:
         """Begin to copy this rank's pieces into a slot, in a thread, in the order of files. The
         tensors must not change before `wait` returns, except those of `at_once`, which may change
@@ -177,9 +177,9 @@ class Staging:
         sources: list[Tensor],
         left: list[int],
         written: Any,
-        copied: Callable[[Position | Exception, NumberSummary | None], None],
+        copied: Callable[[Position | Exception, SectionNumbers | None], None],
         unchanged: Callable[[], None],
-        numbers: Callable[[], NumberSummary],
+        numbers: Callable[[], SectionNumbers],
     ) -> None:
         try:
             # With the stream None, torch 2.14 would initialise CUDA, which a fork must not do.
@@ -209,7 +209,7 @@ class Staging:
         finally:
             self._copied.set()  # after an error, too, as the optimizer step must not wait for ever
 
-    def _numbers(self, slot: int, finite: Collection[str]) -> NumberSummary:
+    def _numbers(self, slot: int, finite: Collection[str]) -> SectionNumbers:
         """Returns the summary of the numbers that this rank has copied into a slot."""
         sums = {True: 0, False: 0}
         bad: list[str] = []
@@ -221,7 +221,7 @@ class Staging:
             sums[name.startswith(f"{MODEL.stem}/")] += digest
             if not good:
                 (bad if name in finite else odd).append(name)
-        return NumberSummary() + NumberSummary(sums[True], sums[False], tuple(bad), tuple(odd))
+        return SectionNumbers() + SectionNumbers(sums[True], sums[False], tuple(bad), tuple(odd))
 
     def wait(self) -> None:
         """Wait until the tensors may change."""
@@ -275,7 +275,7 @@ class _Part:
         begin, end = first // size, -(-(first + self.nbytes) // size)
         return as_bytes(_elements(tensor, begin, end))[first - begin * size :][: self.nbytes]
 
-    def view(self, files: SlotFiles) -> Tensor:
+    def view(self, files: SaveSlotFiles) -> Tensor:
         """Returns the memory of this part in a slot, as a tensor of the same shape and dtype."""
         meta, begin, box = self.piece.stored.meta, self.piece.stored.begin, self.piece.box
         region = files.maps[self.piece.stored.file]
@@ -283,7 +283,7 @@ class _Part:
             return torch.frombuffer(region, dtype=torch.uint8, count=self.nbytes, offset=self.start)
         count, dtype = math.prod(meta.shape), TORCH_DTYPES[meta.dtype]
         whole = torch.frombuffer(region, dtype=dtype, count=count, offset=begin).view(meta.shape)
-        return box_view(whole, Box(box.offset, box.shape, box.offset))
+        return box_view(whole, TensorBox(box.offset, box.shape, box.offset))
 
 
 def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
@@ -302,7 +302,7 @@ def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
     return torch.cat(parts)
 
 
-def _bits(files: SlotFiles, piece: TensorPiece) -> NDArray[np.generic]:
+def _bits(files: SaveSlotFiles, piece: TensorPiece) -> NDArray[np.generic]:
     """Returns a piece in a slot as unsigned integers in the shape of its box."""
     meta, box = piece.stored.meta, piece.box
     kind, count = np.dtype(f"u{DTYPE_BYTES[meta.dtype]}"), math.prod(meta.shape)
@@ -344,7 +344,7 @@ def _portions(sizes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _pin(
-    files: SlotFiles,
+    files: SaveSlotFiles,
     ranges: Mapping[str, Sequence[tuple[int, int]]],
     pinned: list[int],
     stopped: threading.Event,

@@ -22,15 +22,15 @@ from multiprocessing.connection import Listener  # noqa: TID251  # read by a Cha
 from typing import TypeVar, assert_never
 
 from checkpointing.errors import StorageError, explain
-from checkpointing.format.sections import NumberSummary
+from checkpointing.format.sections import SectionNumbers
 from checkpointing.save import messages as msg
-from checkpointing.save.blocks import StoppedError, write_blocks
-from checkpointing.save.channel import Channel, call
-from checkpointing.save.coordinator import Coordinator
+from checkpointing.save.blocks import SaveStoppedError, write_blocks
+from checkpointing.save.channel import SaveChannel, call
+from checkpointing.save.coordinator import SaveCoordinator
 from checkpointing.save.messages import Manifest
-from checkpointing.save.node_memory import NewSlots, NodeMemory, SlotFilling
-from checkpointing.save.peers import Puller, serve_pulls
-from checkpointing.save.serving import ConnectionAcceptor, EventLoop, give_way, send
+from checkpointing.save.node_memory import NewSlots, SaveNodeMemory, SaveSlotFilling
+from checkpointing.save.peers import SavePuller, serve_pulls
+from checkpointing.save.serving import WriterConnectionAcceptor, WriterEventLoop, give_way, send
 from checkpointing.storage.place import location
 from checkpointing.storage.steps import storage_of
 from checkpointing.wire import unpack
@@ -55,21 +55,21 @@ class Writer:
         directory = location(setup.directory)
         # Imports the module of this storage, which registers its types with wire.py.
         storage_of(directory)
-        self.loop = EventLoop()
+        self.loop = WriterEventLoop()
         self.call_at, self.later = self.loop.call_at, self.loop.later
-        self.acceptor = ConnectionAcceptor(setup.node, setup.secret, self._serve)
-        self.memory = NodeMemory(setup, str(directory), self.loop)
+        self.acceptor = WriterConnectionAcceptor(setup.node, setup.secret, self._serve)
+        self.memory = SaveNodeMemory(setup, str(directory), self.loop)
         # Many threads, as the coordinator limits how many grants are written at the same time.
         self._threads = ThreadPoolExecutor(64, "writer", give_way)
-        self._connected: dict[int, Channel] = {}
+        self._connected: dict[int, SaveChannel] = {}
         """Rank of this node → its channel."""
         self._lost: set[int] = set()
         """Ranks of this node that have disconnected."""
-        self._peers: dict[int, Channel] = {}
+        self._peers: dict[int, SaveChannel] = {}
         """Other node → its channel to the coordinator in this process."""
         self._addresses: Sequence[msg.Address] = ()
-        self._pull = Puller((), setup.secret)
-        self._current: SlotFilling | None = None
+        self._pull = SavePuller((), setup.secret)
+        self._current: SaveSlotFilling | None = None
         self._waiting: set[int] = set()
         """Ranks that wait for slots."""
         self._no_slots: dict[int, str] = {}
@@ -88,10 +88,10 @@ class Writer:
         """Rank → messages about a save that it has not requested yet."""
         self._closing: dict[int, bool] = {}
         """Rank that has sent RankClosing → whether to keep the slots."""
-        self._uplink: Channel | None = None
-        self.coordinator: Coordinator | None = None
+        self._uplink: SaveChannel | None = None
+        self.coordinator: SaveCoordinator | None = None
         if self.node == 0:
-            self.coordinator = Coordinator(
+            self.coordinator = SaveCoordinator(
                 directory, setup.options, len(setup.nodes), self, setup.voided
             )
 
@@ -118,7 +118,7 @@ class Writer:
 
     # --- connections -----------------------------------------------------------------------------
 
-    def _serve(self, caller: msg.CallerGreeting, channel: Channel) -> None:
+    def _serve(self, caller: msg.CallerGreeting, channel: SaveChannel) -> None:
         if caller.kind == "pull":
             serve_pulls(channel, self.memory.slot_of, self.setup.run)
         elif caller.kind == "rank":
@@ -128,11 +128,11 @@ class Writer:
 
     def _pass_on(
         self,
-        channel: Channel,
+        channel: SaveChannel,
         number: int,
-        register: dict[int, Channel],
+        register: dict[int, SaveChannel],
         handle: Callable[[int, T], None],
-        lost: Callable[[int, Channel], None],
+        lost: Callable[[int, SaveChannel], None],
     ) -> None:
         self.loop.put(lambda: register.__setitem__(number, channel))
         try:
@@ -156,7 +156,7 @@ class Writer:
         if self.coordinator:
             self.coordinator.on_message(node, message)
 
-    def _lost_node(self, node: int, connection: Channel) -> None:
+    def _lost_node(self, node: int, connection: SaveChannel) -> None:
         # otherwise the node has connected again already
         if self.coordinator and self._peers.get(node) is connection:
             del self._peers[node]
@@ -177,7 +177,7 @@ class Writer:
                 self.loop.put(self.lost_coordinator)
                 time.sleep(RECONNECT_SECONDS)
 
-    def joined(self, uplink: Channel) -> None:
+    def joined(self, uplink: SaveChannel) -> None:
         """Handle a new connection to the coordinator: send slots and pending requests again."""
         self._uplink, self._alone_since = uplink, None
         self._hello()
@@ -293,7 +293,7 @@ class Writer:
                     self._pull, msg.SlotInUse(write.slot, key),
                     write.rate, lambda: current.stopped,
                 )  # fmt: skip
-            except StoppedError:
+            except SaveStoppedError:
                 return msg.GrantDropped(key, blocks)
             except Exception as error:
                 return msg.NodeCannotSave(key, msg.NodeSaveFailure.of(error), blocks)
@@ -316,7 +316,7 @@ class Writer:
             case msg.Addresses(addresses):
                 if not self._addresses:  # every rank sends the same addresses
                     self._addresses = addresses
-                    self._pull = Puller(addresses, self.setup.secret)
+                    self._pull = SavePuller(addresses, self.setup.secret)
                     if self.node:  # on node 0 the coordinator is in this process
                         threading.Thread(target=self._join, daemon=True).start()
             case msg.WantSlots():
@@ -409,14 +409,14 @@ class Writer:
         # the slowest rank decides, as blocks may hold pieces of every rank
         all_ranks, numbers = min(filling.staged.values()), None
         if all_ranks == self.memory.end:
-            numbers = sum(filling.numbers.values(), NumberSummary())
+            numbers = sum(filling.numbers.values(), SectionNumbers())
             if not numbers.bad:  # a restart must not load NaN
                 self.memory.remember(filling, lambda manifest: self._remembered(filling, manifest))
             if not self._current:
                 self.memory.give_back(self._lost)
         self._to_coordinator(msg.StagedReport(message.key, all_ranks, numbers))
 
-    def _remembered(self, filling: SlotFilling, manifest: Manifest | None) -> None:
+    def _remembered(self, filling: SaveSlotFilling, manifest: Manifest | None) -> None:
         if self.memory.filling(filling.key) is filling:
             if manifest and self.setup.options.peer_copy and len(self.setup.nodes) > 1:
                 self._to_coordinator(msg.SlotComplete(filling.key, filling.slot, manifest))
@@ -442,7 +442,7 @@ class Writer:
                 send(connection, msg.AllClosed())
         self._closing.clear()
 
-    def _lost_rank(self, rank: int, connection: Channel) -> None:
+    def _lost_rank(self, rank: int, connection: SaveChannel) -> None:
         # the rank may have connected again before the loss of its old connection is noticed
         if self._connected.get(rank) is not connection:
             return

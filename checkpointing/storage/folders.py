@@ -34,7 +34,7 @@ _NEW, _GONE = "perdure-new-", "perdure-gone-"
 
 
 @dataclass(frozen=True)
-class LockedFolder:
+class LockedStorageFolder:
     """A folder in shared memory that this process has locked."""
 
     path: Path
@@ -52,7 +52,7 @@ def run_id(directory: str) -> str:
     return hashlib.sha256(place.encode()).hexdigest()[:12]
 
 
-def make(directory: str) -> LockedFolder:
+def make(directory: str) -> LockedStorageFolder:
     """Create a folder for the run with this checkpoint directory. Raises OSError if shared memory
     is full, missing or not writable."""
     mode = stat.S_IMODE(SHARED_MEMORY.stat().st_mode)
@@ -72,14 +72,14 @@ def make(directory: str) -> LockedFolder:
     return take_over(folder, directory)
 
 
-def take_over(folder: LockedFolder, directory: str) -> LockedFolder:
+def take_over(folder: LockedStorageFolder, directory: str) -> LockedStorageFolder:
     """Rename a locked folder so that it belongs to this run and process."""
     path = SHARED_MEMORY / f"perdure-{run_id(directory)}-{os.getpid()}-{secrets.token_hex(4)}"
     os.rename(folder.path, path)
-    return LockedFolder(path, folder.lock)
+    return LockedStorageFolder(path, folder.lock)
 
 
-def hold(path: Path, *, to_read: bool = False) -> LockedFolder | None:
+def hold(path: Path, *, to_read: bool = False) -> LockedStorageFolder | None:
     """Lock a private folder that no process uses; with `to_read`, share the lock with other
     readers. Returns None if that is not possible."""
     try:
@@ -92,7 +92,7 @@ def hold(path: Path, *, to_read: bool = False) -> LockedFolder | None:
         status = os.fstat(descriptor)
         # between open and flock another process may have renamed the folder
         if is_private(status) and os.path.samestat(status, os.lstat(path)):
-            return LockedFolder(path, descriptor)
+            return LockedStorageFolder(path, descriptor)
     except OSError:
         pass
     os.close(descriptor)
@@ -137,7 +137,7 @@ def living_folders(directory: str) -> list[Path]:
     return [path for path in memory_folders(directory) if is_used(path)]
 
 
-def forget(folder: LockedFolder) -> None:
+def forget(folder: LockedStorageFolder) -> None:
     """Rename and delete a locked folder, so that another process gets all of it or nothing."""
     gone = SHARED_MEMORY / f"{_GONE}{secrets.token_hex(4)}"
     with suppress(OSError):

@@ -20,7 +20,7 @@ import tenacity
 
 from checkpointing.errors import StorageError, explain
 from checkpointing.format.layout import BLOCK_BYTES
-from checkpointing.storage.interface import ObjectStat, Upload
+from checkpointing.storage.interface import ObjectStat, StorageUpload
 from checkpointing.storage.place import ObjectPath
 from checkpointing.storage.posix import is_transient
 
@@ -124,12 +124,12 @@ class FsspecStore:
         """Returns empty tokens, as an upload begins only with its first block."""
         return ["" for _ in sizes]
 
-    def open_upload(self, path: ObjectPath, token: str, size: int) -> "StreamWriter":
+    def open_upload(self, path: ObjectPath, token: str, size: int) -> "FsspecWriter":
         name = _name(path)
         begin = partial(self._files.open, name, "xb", block_size=BLOCK_BYTES)
-        return StreamWriter(self._retrying(path, begin), path)
+        return FsspecWriter(self._retrying(path, begin), path)
 
-    def uploads(self, path: ObjectPath) -> list[Upload]:
+    def uploads(self, path: ObjectPath) -> list[StorageUpload]:
         """Returns an empty list, as fsspec cannot list uploads. Stores drop unfinished uploads."""
         return []
 
@@ -168,8 +168,8 @@ class FsspecStore:
             ) from error
 
 
-class StreamWriter(AbstractContextManager["StreamWriter"]):
-    """Writes an object from start to end; implements FileWriter."""
+class FsspecWriter(AbstractContextManager["FsspecWriter"]):
+    """Writes an object from start to end; implements StorageFileWriter."""
 
     def __init__(self, file: Any, path: ObjectPath) -> None:
         self._file, self._path, self._done = file, path, False

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from checkpointing.format.layout import TensorFile
-from checkpointing.storage.place import ObjectPath, P, Place
+from checkpointing.storage.place import ObjectPath, P, StoragePlace
 
 
-class Stat(Protocol):
+class StorageStat(Protocol):
     """Size (bytes) and time (Unix time) of a file, named as in os.stat_result."""
 
     @property
@@ -33,7 +33,7 @@ class StoredFile(Protocol):
         smaller at the end of the file."""
 
 
-class FileWriter(AbstractContextManager["FileWriter"], Protocol):
+class StorageFileWriter(AbstractContextManager["StorageFileWriter"], Protocol):
     """Writes a tensor file, or a part of it, in one thread. Without `finish`, what was written does
     not count as part of the step."""
 
@@ -46,14 +46,14 @@ class FileWriter(AbstractContextManager["FileWriter"], Protocol):
         """Return once all written bytes are durable."""
 
 
-class NewStep(Protocol):
+class NewStoredStep(Protocol):
     """A step that is being written. The coordinator creates this object and calls `begin`; then it
     is sent (wire.py) to the writers of all nodes, which write tensor files through it; at last the
     coordinator calls `commit` or `abort`. Readers see no part of the step before `commit`
     returns."""
 
     @property
-    def final(self) -> Place:
+    def final(self) -> StoragePlace:
         """Path of the checkpoint once it is committed."""
 
     @property
@@ -63,7 +63,7 @@ class NewStep(Protocol):
     def begin(self, files: Sequence[TensorFile]) -> None:
         """Prepare the tensor files. Called by the coordinator."""
 
-    def writer(self, file: str, size: int) -> FileWriter:
+    def writer(self, file: str, size: int) -> StorageFileWriter:
         """Open a tensor file of `size` bytes for writing. Called on any node, after `begin`."""
 
     def commit(
@@ -97,7 +97,7 @@ class Storage(Protocol[P]):
     def children(self, directory: P) -> list[P]:
         """Returns the files and directories in a directory; an empty list if it does not exist."""
 
-    def stat(self, path: P) -> Stat: ...
+    def stat(self, path: P) -> StorageStat: ...
 
     def open(self, path: P) -> AbstractContextManager[StoredFile]:
         """Open a file for reading. Errors inside the block name the file."""
@@ -144,7 +144,7 @@ class Storage(Protocol[P]):
     def is_foreign(self, step: P) -> bool:
         """Whether an entry named as a step is a link, or of a user who is not trusted."""
 
-    def new_step(self, final: P) -> NewStep:
+    def new_step(self, final: P) -> NewStoredStep:
         """Returns a new step for writing, which becomes `final` when it is committed."""
 
     def delete_step(self, step: P) -> None:
@@ -176,7 +176,7 @@ class ObjectStat:
 
 
 @dataclass(frozen=True)
-class Upload:
+class StorageUpload:
     """An unfinished upload of a tensor file. The object exists only once the upload is finished."""
 
     path: ObjectPath
@@ -231,11 +231,11 @@ class ObjectStore(Protocol):
     def begin_uploads(self, sizes: Sequence[tuple[ObjectPath, int]]) -> list[str]:
         """Returns tokens of new uploads for objects of the given sizes."""
 
-    def open_upload(self, path: ObjectPath, token: str, size: int) -> FileWriter:
+    def open_upload(self, path: ObjectPath, token: str, size: int) -> StorageFileWriter:
         """Returns a writer for an upload, begun by this or another process, of an object of `size`
         bytes."""
 
-    def uploads(self, path: ObjectPath) -> list[Upload]:
+    def uploads(self, path: ObjectPath) -> list[StorageUpload]:
         """Returns the uploads below a directory that were neither finished nor aborted."""
 
     def abort_uploads(self, uploads: Sequence[tuple[ObjectPath, str]]) -> None:

@@ -13,7 +13,12 @@ from functools import cache
 from checkpointing.errors import CheckpointError, StorageError, explain
 from checkpointing.format.layout import COMMIT_RECORD, LATEST, TensorFile, parse_step
 from checkpointing.format.untrusted import printable
-from checkpointing.storage.interface import FileWriter, ObjectStat, ObjectStore, Upload
+from checkpointing.storage.interface import (
+    ObjectStat,
+    ObjectStore,
+    StorageFileWriter,
+    StorageUpload,
+)
 from checkpointing.storage.ownership import is_alive, is_owner, owner
 from checkpointing.storage.place import ObjectPath
 from checkpointing.wire import register
@@ -63,7 +68,7 @@ _MARKER = re.compile(r"(?P<step>step-\d{8,})\.(?:tmp|trash)-.+")
 
 @dataclass
 class NewObjectStep:
-    """A step that is being written to an object store; implements NewStep."""
+    """A step that is being written to an object store; implements NewStoredStep."""
 
     final: ObjectPath
     marker: ObjectPath
@@ -97,7 +102,7 @@ class NewObjectStep:
         tokens = store.begin_uploads([(self.final / file.name, file.size) for file in files])
         self.uploads = dict(zip((file.name for file in files), tokens, strict=True))
 
-    def writer(self, file: str, size: int) -> FileWriter:
+    def writer(self, file: str, size: int) -> StorageFileWriter:
         place = self.final / file
         return store_of(place).open_upload(place, self.uploads[file], size)
 
@@ -236,7 +241,7 @@ class ObjectStorage:
         store = store_of(directory)
         children = store.children(directory)
         markers = _markers(children)
-        uploads: dict[str, list[Upload]] = {}
+        uploads: dict[str, list[StorageUpload]] = {}
         for upload in store.uploads(directory):
             below = upload.path.key[len(directory.key) :].lstrip("/")
             uploads.setdefault(below.partition("/")[0], []).append(upload)
@@ -295,7 +300,7 @@ def _committed(steps: Sequence[ObjectPath]) -> list[ObjectPath]:
 
 
 def _is_abandoned(
-    step: ObjectPath, markers: Sequence[ObjectPath], uploads: Sequence[Upload], good: bool
+    step: ObjectPath, markers: Sequence[ObjectPath], uploads: Sequence[StorageUpload], good: bool
 ) -> bool:
     """Whether no process is writing or deleting a step."""
     mine = [marker.name.endswith(f".trash-{owner()}") for marker in markers]
@@ -313,7 +318,7 @@ def _is_abandoned(
     return time.time() - max(times, default=0.0) > FOREIGN_SECONDS
 
 
-def _remove(step: ObjectPath, uploads: Collection[Upload]) -> None:
+def _remove(step: ObjectPath, uploads: Collection[StorageUpload]) -> None:
     store: ObjectStore = store_of(step)
     store.abort_uploads([(upload.path, upload.token) for upload in uploads])
     store.delete([step / name for name in store.walk(step)])

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from checkpointing.errors import UnreadableCheckpoint
 from checkpointing.format.layout import parse_step
-from checkpointing.storage.place import Place
+from checkpointing.storage.place import StoragePlace
 
 _OWNER = re.compile(r".*-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)")
 
@@ -94,7 +94,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
-class TrustedUsers(Container[int]):
+class TrustedStorageOwners(Container[int]):
     """User ids whose files a process accepts: its own (also as NFS maps it), root's, and those of
     `names`, in which "group" stands for the members of the directory's group."""
 
@@ -111,13 +111,13 @@ class TrustedUsers(Container[int]):
         return uid == _owner_of_new_files(self.directory)
 
 
-_rules: dict[Path, TrustedUsers] = {}
+_rules: dict[Path, TrustedStorageOwners] = {}
 
 
-def keep_to(directory: Place, names: Sequence[str | int]) -> None:
+def keep_to(directory: StoragePlace, names: Sequence[str | int]) -> None:
     """From now on, make this process read only steps in `directory` that trusted users wrote."""
     if isinstance(directory, Path):
-        _rules[directory] = TrustedUsers(tuple(names), directory)
+        _rules[directory] = TrustedStorageOwners(tuple(names), directory)
 
 
 def require_own_link(directory: Path) -> None:

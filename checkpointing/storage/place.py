@@ -8,7 +8,7 @@ from checkpointing.errors import StorageError
 from checkpointing.wire import register
 
 
-class Place(Protocol):
+class StoragePlace(Protocol):
     """A file or directory: a pathlib.Path or an ObjectPath."""
 
     @property
@@ -26,7 +26,7 @@ class Place(Protocol):
         """Returns this place as an absolute path; a URL is returned unchanged."""
 
 
-P = TypeVar("P", bound=Place)
+P = TypeVar("P", bound=StoragePlace)
 
 
 @dataclass(frozen=True, order=True)
@@ -73,7 +73,7 @@ class ObjectPath:
 register(ObjectPath)
 
 
-def location(text: str | Place) -> Place:
+def location(text: str | StoragePlace) -> StoragePlace:
     """Returns the place that a path or URL ("s3://bucket/folder") names. Raises StorageError if a
     URL contains no bucket."""
     if not isinstance(text, str):
@@ -81,7 +81,7 @@ def location(text: str | Place) -> Place:
     return ObjectPath.of(text) if "://" in text else Path(text)
 
 
-def local(text: str | Place) -> Path:
+def local(text: str | StoragePlace) -> Path:
     """Returns the path of a directory on a filesystem. Raises StorageError if it is in an object
     store."""
     place = location(text)

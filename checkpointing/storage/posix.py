@@ -25,7 +25,7 @@ from typing import Any
 import tenacity
 
 from checkpointing.format.layout import BLOCK_BYTES, parse_step
-from checkpointing.storage.ownership import TrustedUsers, open_to_read
+from checkpointing.storage.ownership import TrustedStorageOwners, open_to_read
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def append(path: Path, data: bytes) -> None:
         found = os.fstat(descriptor)
         require_regular(path, found)
         # a planted hard link would make this append to another file of this user
-        if found.st_nlink > 1 or found.st_uid not in TrustedUsers((), path.parent):
+        if found.st_nlink > 1 or found.st_uid not in TrustedStorageOwners((), path.parent):
             raise PermissionError(
                 errno.EPERM, "is not a file of this user alone; remove it", str(path)
             )
@@ -273,7 +273,7 @@ def lock_file(directory: Path, *, make: bool) -> Iterator[int | None]:
             stack.callback(os.close, lock)
             found = os.fstat(lock)
             # another user could hold a lock on a file that is not private for ever
-            if not found.st_mode & 0o077 and found.st_uid in TrustedUsers((), directory):
+            if not found.st_mode & 0o077 and found.st_uid in TrustedStorageOwners((), directory):
                 descriptor = lock
         yield descriptor
 

@@ -38,7 +38,7 @@ _numbers = itertools.count(1)
 
 @dataclass
 class NewPosixStep:
-    """A step that is written to a directory and renamed when complete; implements NewStep."""
+    """A step that is written to a directory and renamed when complete; implements NewStoredStep."""
 
     final: Path
     tmp: Path
@@ -122,7 +122,7 @@ def _inside(tmp: Path) -> Iterator[Path]:
     descriptor = os.open(tmp, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     folder = f"/proc/self/fd/{descriptor}"
     try:
-        if os.fstat(descriptor).st_uid not in ownership.TrustedUsers((), tmp.parent):
+        if os.fstat(descriptor).st_uid not in ownership.TrustedStorageOwners((), tmp.parent):
             raise PermissionError(errno.EPERM, "was exchanged by another user", str(tmp))
         yield Path(folder)
     except OSError as error:
@@ -134,8 +134,8 @@ def _inside(tmp: Path) -> Iterator[Path]:
 
 
 class PosixWriter(AbstractContextManager["PosixWriter"]):
-    """Writes a file with O_DIRECT if the filesystem supports it; implements FileWriter. The page
-    cache would cost CPU time and memory bandwidth, and the bytes are not read soon."""
+    """Writes a file with O_DIRECT if the filesystem supports it; implements StorageFileWriter. The
+    page cache would cost CPU time and memory bandwidth, and the bytes are not read soon."""
 
     def __init__(self, tmp: Path, name: str, size: int) -> None:
         self._path, self._size = tmp / name, size

@@ -10,17 +10,17 @@ from typing import Any
 from checkpointing.errors import CheckpointError, DamagedCheckpoint, UnreadableCheckpoint, explain
 from checkpointing.format.layout import LATEST, parse_step
 from checkpointing.options import CheckpointOptions
-from checkpointing.storage.place import Place
+from checkpointing.storage.place import StoragePlace
 from checkpointing.storage.steps import latest, list_steps, open_step, step_state, storage_of
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class StepInfo:
+class RetentionStep:
     """What retention knows about a step."""
 
-    path: Place
+    path: StoragePlace
     step: int
     value: float | None = None
     """Value that `keep_best` compares; None: the step has none."""
@@ -41,7 +41,7 @@ class StepInfo:
 
 
 @dataclass(frozen=True)
-class StepVerdicts:
+class RetentionVerdicts:
     """Results of reading steps. Steps are identified by name."""
 
     damaged: Collection[str] = ()
@@ -54,13 +54,13 @@ class StepVerdicts:
 class RetentionDecision:
     """Whether a step is kept, and why."""
 
-    path: Place
+    path: StoragePlace
     stays: bool
     reason: str
     size: int = 0
 
 
-def decide(found: Sequence[StepInfo], options: CheckpointOptions) -> list[RetentionDecision]:
+def decide(found: Sequence[RetentionStep], options: CheckpointOptions) -> list[RetentionDecision]:
     """Decide which steps are kept. A pure function.
 
     A good step is kept if it is among the newest `keep`, is a multiple of `keep_every`, or is among
@@ -79,7 +79,7 @@ def decide(found: Sequence[StepInfo], options: CheckpointOptions) -> list[Retent
     verified = next((item.path for item in good if item.verified), None)
     best = {item.path for item in best_of(good)[: options.keep_best]}
 
-    def judge(item: StepInfo) -> tuple[bool, str]:
+    def judge(item: RetentionStep) -> tuple[bool, str]:
         # unreadable is not damaged, as the storage may work again later
         if item.unreadable is not None:
             return True, f"cannot be read: {item.unreadable}"
@@ -105,7 +105,7 @@ def decide(found: Sequence[StepInfo], options: CheckpointOptions) -> list[Retent
     return [RetentionDecision(item.path, *judge(item), item.size) for item in found]
 
 
-def best_of(found: Sequence[StepInfo]) -> list[StepInfo]:
+def best_of(found: Sequence[RetentionStep]) -> list[RetentionStep]:
     """Returns the steps with a finite value, lowest value first; of equal values only the oldest
     step. In `found` the newest step is first."""
     judged = {
@@ -116,7 +116,9 @@ def best_of(found: Sequence[StepInfo]) -> list[StepInfo]:
     return [judged[value] for value in sorted(judged)]
 
 
-def inspect_steps(directory: Place, best_by: str, known: StepVerdicts) -> list[StepInfo]:
+def inspect_steps(
+    directory: StoragePlace, best_by: str, known: RetentionVerdicts
+) -> list[RetentionStep]:
     """Returns the input of `decide` for the steps in a directory, newest first. Reads no tensors.
     `best_by` is a key of trainer_state.json, `known` the results of reading the steps."""
     try:
@@ -127,8 +129,8 @@ def inspect_steps(directory: Place, best_by: str, known: StepVerdicts) -> list[S
     return [replace(item, named=item.path.name == named) for item in found]
 
 
-def _look(path: Place, best_by: str, known: StepVerdicts) -> StepInfo:
-    found = StepInfo(path, parse_step(path.name) or 0, verified=path.name in known.verified)
+def _look(path: StoragePlace, best_by: str, known: RetentionVerdicts) -> RetentionStep:
+    found = RetentionStep(path, parse_step(path.name) or 0, verified=path.name in known.verified)
     try:
         step = open_step(path)
         value = number_of(step_state(step), best_by)
@@ -154,7 +156,7 @@ def number_of(state: Mapping[str, Any], key: str) -> float | None:
 
 
 def prune(
-    directory: Place, options: CheckpointOptions, known: StepVerdicts
+    directory: StoragePlace, options: CheckpointOptions, known: RetentionVerdicts
 ) -> list[RetentionDecision]:
     """Delete steps that are not kept (see `decide`), and unfinished steps of dead processes. Called
     by one process of a run at a time. Never delays a save, as it touches no step that is being

@@ -37,7 +37,7 @@ from botocore.exceptions import ConnectionError as UnconnectedError
 
 from checkpointing.errors import StorageError
 from checkpointing.format.layout import BLOCK_BYTES
-from checkpointing.storage.interface import ObjectStat, Upload
+from checkpointing.storage.interface import ObjectStat, StorageUpload
 from checkpointing.storage.place import ObjectPath
 
 logger = logging.getLogger(__name__)
@@ -214,10 +214,10 @@ class S3:
             if found is None or found.st_size != size:
                 raise
 
-    def uploads(self, path: ObjectPath) -> list[Upload]:
+    def uploads(self, path: ObjectPath) -> list[StorageUpload]:
         prefix = f"{path.key}/" if path.key else ""
         return [
-            Upload(
+            StorageUpload(
                 ObjectPath(path.protocol, path.bucket, entry["Key"]),
                 entry["UploadId"],
                 entry["Initiated"].timestamp(),
@@ -331,7 +331,8 @@ def _runs(buffers: Sequence[memoryview], offset: int) -> Iterator[tuple[int, lis
 
 
 class _PartWriter(AbstractContextManager["_PartWriter"]):
-    """Writes an object as a multipart upload, several parts at a time; implements FileWriter."""
+    """Writes an object as a multipart upload, several parts at a time; implements
+    StorageFileWriter."""
 
     def __init__(self, store: S3, path: ObjectPath, token: str, size: int) -> None:
         self._store, self._path, self._token, self._size = store, path, token, size

@@ -20,17 +20,17 @@ from checkpointing.format.layout import (
 )
 from checkpointing.format.untrusted import is_plain, listed, printable
 from checkpointing.storage import steps
-from checkpointing.storage.place import Place
+from checkpointing.storage.place import StoragePlace
 
 PIECE_BYTES = 4 << 20
 """Bytes of a piece; a multiple of every element size."""
 
 
 @dataclass(frozen=True)
-class CheckpointSource:
+class StoredCheckpoint:
     """A checkpoint of this package, or a plain Hugging Face directory, including one by PEFT."""
 
-    path: Place
+    path: StoragePlace
     model: dict[str, StoredTensor]
     optimizer: dict[str, StoredTensor] = field(default_factory=dict)
     state: dict[str, Any] | None = None
@@ -44,20 +44,20 @@ class CheckpointSource:
 
 
 @contextmanager
-def open_source(path: Place) -> Iterator[CheckpointSource]:
+def open_source(path: StoragePlace) -> Iterator[StoredCheckpoint]:
     """Open a checkpoint, which retention does not delete meanwhile, or a plain directory. Raises
     DamagedCheckpoint or StorageError if it is damaged or cannot be read."""
     if not steps.storage_of(path).exists(path / COMMIT_RECORD):
         adapter = ADAPTER.file(1, 1)
         if steps.storage_of(path).exists(path / adapter):
-            yield CheckpointSource(path, steps.read_header(path, adapter, None), is_adapter=True)
+            yield StoredCheckpoint(path, steps.read_header(path, adapter, None), is_adapter=True)
         else:
-            yield CheckpointSource(path, steps.hugging_face_tensors(path))
+            yield StoredCheckpoint(path, steps.hugging_face_tensors(path))
         return
     with steps.reading_lock(path):  # held until the caller has read the tensors
         step = steps.open_step(path)
         model, optimizer = (steps.stored_tensors(step, one, verify=True) for one in step.sections)
-        yield CheckpointSource(
+        yield StoredCheckpoint(
             path, model, optimizer, steps.step_state(step), step.record.files, step.record.odd,
             is_adapter=MODEL not in step.sections,
         )  # fmt: skip
@@ -67,7 +67,7 @@ class StoredTensorReader(ExitStack):
     """Reads bytes of tensors through checked blocks. A context manager. It holds one open file and
     one block of this file, so read tensors in the order of files and offsets."""
 
-    def __init__(self, path: Place, records: Mapping[str, FileRecord]) -> None:
+    def __init__(self, path: StoragePlace, records: Mapping[str, FileRecord]) -> None:
         super().__init__()
         self._path, self._records = path, records
         self._name: str | None = None
@@ -110,7 +110,7 @@ def is_weights(name: str) -> bool:
     return Path(name).suffix in _WEIGHTS or name.endswith(".index.json")
 
 
-def beside_weights(directory: Place) -> tuple[dict[str, bytes], str]:
+def beside_weights(directory: StoragePlace) -> tuple[dict[str, bytes], str]:
     """Returns (name → contents, one line about files that are left out and why; "" if none is).
 
     Names are relative, such as `additional_chat_templates/tool.jinja`. Excluded are weights, hidden
@@ -140,7 +140,7 @@ def beside_weights(directory: Place) -> tuple[dict[str, bytes], str]:
     return files, "; ".join(f"{listed(names)}: {why}" for why, names in left.items())
 
 
-def _files(folder: Place, prefix: str = "") -> Iterator[tuple[str, Place]]:
+def _files(folder: StoragePlace, prefix: str = "") -> Iterator[tuple[str, StoragePlace]]:
     """Yields (name, place) of files, except weights and hidden ones. A link counts as a file."""
     storage = steps.storage_of(folder)
     try:
@@ -162,7 +162,7 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__pycache__"
 
 
-def _homes(directory: Place) -> set[Path]:
+def _homes(directory: StoragePlace) -> set[Path]:
     """Returns the folders that links may lead into: a snapshot in the Hub's cache,
     MODEL/snapshots/COMMIT, has links to MODEL/blobs."""
     if not isinstance(directory, Path):
@@ -172,7 +172,7 @@ def _homes(directory: Place) -> set[Path]:
     return {home, home.parents[1] / "blobs"} if is_snapshot else {home}
 
 
-def _refused(name: str, entry: Place, homes: set[Path]) -> str | None:
+def _refused(name: str, entry: StoragePlace, homes: set[Path]) -> str | None:
     """Returns why a file is left out regardless of its size; None if it is not."""
     if not is_plain(name):
         return "no printable name"

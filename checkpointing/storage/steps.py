@@ -18,8 +18,8 @@ from checkpointing.errors import (
 from checkpointing.format import layout
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
 from checkpointing.format.untrusted import MAX_JSON_BYTES, printable
-from checkpointing.storage.interface import NewStep, Storage, StoredFile
-from checkpointing.storage.place import ObjectPath, P, Place
+from checkpointing.storage.interface import NewStoredStep, Storage, StoredFile
+from checkpointing.storage.place import ObjectPath, P, StoragePlace
 from checkpointing.storage.posix import block_buffer
 from checkpointing.storage.posix_storage import PosixStorage
 
@@ -43,18 +43,20 @@ class _CommittedStep:
     """A committed checkpoint: its record is valid, all files have the recorded sizes, and all files
     except tensor files have the recorded checksums."""
 
-    path: Place
+    path: StoragePlace
     record: layout.CommitRecord
 
     @property
-    def sections(self) -> tuple[layout.Section, layout.Section]:
+    def sections(self) -> tuple[layout.LayoutSection, layout.LayoutSection]:
         return layout.sections_of(self.record.files)
 
 
 class StoredFileReader:
     """Reads an open file in whole blocks, and compares them with the checksums of `record`."""
 
-    def __init__(self, file: StoredFile, path: Place, record: layout.FileRecord | None) -> None:
+    def __init__(
+        self, file: StoredFile, path: StoragePlace, record: layout.FileRecord | None
+    ) -> None:
         self._file, self._path, self._record = file, path, record
         self._buffer = block_buffer(file.size)
         self._held: tuple[int, int] | None = None
@@ -106,7 +108,7 @@ def list_steps(directory: P) -> list[P]:
     return sorted(steps, key=lambda path: steps[path], reverse=True)
 
 
-def latest(directory: Place) -> str | None:
+def latest(directory: StoragePlace) -> str | None:
     """Returns the name in the pointer file `latest` beside the steps; None if there is no such
     file. Raises DamagedCheckpoint or StorageError if it cannot be read."""
     where = directory / layout.LATEST
@@ -119,7 +121,7 @@ def latest(directory: Place) -> str | None:
 
 
 @contextmanager
-def reading_lock(path: Place) -> Iterator[None]:
+def reading_lock(path: StoragePlace) -> Iterator[None]:
     """Keep retention from deleting the step at `path` during the block. Only processes of the user
     who trains get a lock; the kernel drops it when the process dies. Between machines a lock works
     only if the network filesystem forwards locks. Object stores have no locks. Raises
@@ -128,7 +130,7 @@ def reading_lock(path: Place) -> Iterator[None]:
         yield
 
 
-def new_step(final: Place, damaged: Collection[str]) -> NewStep | None:
+def new_step(final: StoragePlace, damaged: Collection[str]) -> NewStoredStep | None:
     """Returns a new step for writing, which becomes `final`; None if `final` is committed already.
     First deletes `final` if it is `damaged`, although its record is valid."""
     storage = storage_of(final)
@@ -139,7 +141,7 @@ def new_step(final: Place, damaged: Collection[str]) -> NewStep | None:
     return storage.new_step(final)
 
 
-def _is_good(path: Place) -> bool:
+def _is_good(path: StoragePlace) -> bool:
     try:
         open_step(path)
     except UnreadableCheckpoint:  # the step may be undamaged, so it must not be deleted
@@ -149,7 +151,7 @@ def _is_good(path: Place) -> bool:
     return True
 
 
-def open_step(path: Place) -> _CommittedStep:
+def open_step(path: StoragePlace) -> _CommittedStep:
     """Check a committed checkpoint without reading its tensors. Raises DamagedCheckpoint, which
     names the damaged file, and StorageError if a file cannot be read."""
     record = read_record(path)
@@ -168,7 +170,7 @@ def open_step(path: Place) -> _CommittedStep:
     return _CommittedStep(path, record)
 
 
-def read_record(path: Place) -> layout.CommitRecord:
+def read_record(path: StoragePlace) -> layout.CommitRecord:
     """Returns the commit record of the step at `path`. Raises DamagedCheckpoint if it is missing,
     malformed, or of another step, and StorageError if it cannot be read."""
     where = path / layout.COMMIT_RECORD
@@ -179,7 +181,7 @@ def read_record(path: Place) -> layout.CommitRecord:
     return record
 
 
-def _check_small(file: Place, expected: layout.FileRecord) -> None:
+def _check_small(file: StoragePlace, expected: layout.FileRecord) -> None:
     with storage_of(file).open(file) as stored:
         blocks = StoredFileReader(stored, file, expected)
         for block in range(len(expected.checksums)):
@@ -198,7 +200,7 @@ def newest_checkpoint(directory: P) -> P | None:
     return None
 
 
-def read_state(path: Place) -> dict[str, Any]:
+def read_state(path: StoragePlace) -> dict[str, Any]:
     """Returns the `state` saved in the checkpoint at `path`. Raises DamagedCheckpoint or
     StorageError if the checkpoint is damaged or cannot be read."""
     return step_state(open_step(path))
@@ -210,14 +212,14 @@ def step_state(step: _CommittedStep) -> dict[str, Any]:
     return layout.parse_state(*_contents(step.path / layout.TRAINER_STATE), step.record.step)
 
 
-def _contents(where: Place) -> tuple[bytes, str]:
+def _contents(where: StoragePlace) -> tuple[bytes, str]:
     """Returns the bytes of a JSON file, and its path for messages."""
     with reading(where):
         return storage_of(where).read(where, MAX_JSON_BYTES), str(where)
 
 
 def stored_tensors(
-    step: _CommittedStep, section: layout.Section, *, verify: bool
+    step: _CommittedStep, section: layout.LayoutSection, *, verify: bool
 ) -> dict[str, layout.StoredTensor]:
     """Returns the position of every tensor of a section of `step`, from the headers of its files.
     Raises DamagedCheckpoint if a header is damaged or contradicts the index, or, with `verify`, if
@@ -253,7 +255,7 @@ SINGLE_FILE = "model.safetensors"
 """Name of the file with all weights in a Hugging Face directory that is not sharded."""
 
 
-def hugging_face_tensors(path: Place) -> dict[str, layout.StoredTensor]:
+def hugging_face_tensors(path: StoragePlace) -> dict[str, layout.StoredTensor]:
     """Returns the position of every tensor of a plain Hugging Face directory: in model.safetensors,
     or else in the files of an index. As in transformers, an index beside model.safetensors is
     ignored, and only the file names in an index are used. Raises DamagedCheckpoint if a file is
@@ -284,7 +286,7 @@ def hugging_face_tensors(path: Place) -> dict[str, layout.StoredTensor]:
     return tensors
 
 
-def _else(path: Place) -> str:
+def _else(path: StoragePlace) -> str:
     """Returns advice for a directory that has no weights where they are expected."""
     storage = storage_of(path)
     names: list[str] = []
@@ -307,7 +309,7 @@ def _else(path: Place) -> str:
 
 
 def read_header(
-    path: Place, file: str, record: layout.FileRecord | None
+    path: StoragePlace, file: str, record: layout.FileRecord | None
 ) -> dict[str, layout.StoredTensor]:
     """Returns the tensors of one safetensors file, from its header. `record` has checksums for the
     blocks that hold the header; None: do not check. Raises DamagedCheckpoint, which names the file

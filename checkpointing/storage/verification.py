@@ -14,7 +14,7 @@ from checkpointing.format.layout import (
     StoredTensor,
 )
 from checkpointing.storage import steps
-from checkpointing.storage.place import Place
+from checkpointing.storage.place import StoragePlace
 
 Problems = list[CheckpointError]
 """DamagedCheckpoint: the bytes are wrong. Other errors: the bytes could not be read."""
@@ -30,7 +30,7 @@ class VerificationStoppedError(Exception):
 
 
 def verify_step(
-    step: Place, *, threads: int = 4, pause: Callable[[], None] = lambda: None
+    step: StoragePlace, *, threads: int = 4, pause: Callable[[], None] = lambda: None
 ) -> tuple[int, Problems]:
     """Read a whole step, even after a problem. Retention does not delete it meanwhile. If all bytes
     are correct, state, indexes and headers are parsed as by `load`. Returns (bytes of the files in
@@ -59,7 +59,7 @@ def verify_step(
         return 0, [error]
 
 
-def _unloadable(path: Place) -> Problems:
+def _unloadable(path: StoragePlace) -> Problems:
     """Returns why a step cannot be loaded although its bytes match its commit record."""
     try:
         step = steps.open_step(path)
@@ -78,7 +78,7 @@ def _unloadable(path: Place) -> Problems:
     return []
 
 
-def _of_trainer(step: Place) -> bool:
+def _of_trainer(step: StoragePlace) -> bool:
     """Whether the trainer wrote the step. Then the record must name all tensors with NaN or
     infinity. Other loops may save any numbers."""
     try:
@@ -88,7 +88,7 @@ def _of_trainer(step: Place) -> bool:
 
 
 def _verify_file(
-    step: Place,
+    step: StoragePlace,
     name: str,
     record: FileRecord,
     odd: Collection[str] | None,
@@ -136,7 +136,7 @@ def _verify_file(
     return problems
 
 
-def _floats(step: Place, name: str) -> Sequence[tuple[str, StoredTensor]]:
+def _floats(step: StoragePlace, name: str) -> Sequence[tuple[str, StoredTensor]]:
     """Returns (name, tensor) for tensors of a file whose dtype has NaN or infinity; empty if the
     header is damaged, which `_unloadable` reports."""
     # imported late, as numpy would slow the start of a writer process

@@ -27,10 +27,10 @@ from checkpointing.format.untrusted import read_object
 from checkpointing.load.foreign import open_dcp
 from checkpointing.storage import posix
 from checkpointing.storage.ownership import is_alive, owner
-from checkpointing.storage.place import Place, local, location
+from checkpointing.storage.place import StoragePlace, local, location
 from checkpointing.storage.source import (
     OWN_FILES,
-    CheckpointSource,
+    StoredCheckpoint,
     StoredTensorReader,
     beside_weights,
     is_weights,
@@ -82,13 +82,13 @@ class _ConvertedDirectory:
 
 
 def export(
-    path: str | Place,
-    out: str | Place,
+    path: str | StoragePlace,
+    out: str | StoragePlace,
     *,
     dtype: Literal["bf16", "fp16", "fp32"] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     not_finite: bool = False,
-    merge_into: str | Place | None = None,
+    merge_into: str | StoragePlace | None = None,
     into_published: bool = False,
 ) -> _ConvertedDirectory:
     """Write the model of a checkpoint as a plain Hugging Face directory: weights, config.json,
@@ -190,7 +190,7 @@ def _convert(piece: memoryview, name: str, dtype: str, target: str) -> memoryvie
     return as_bytes(rounded).numpy().data
 
 
-def _with_dtype(config: bytes, target: str, where: Place) -> bytes:
+def _with_dtype(config: bytes, target: str, where: StoragePlace) -> bytes:
     try:
         values = read_object(config)
     except ValueError as error:
@@ -201,8 +201,8 @@ def _with_dtype(config: bytes, target: str, where: Place) -> bytes:
 
 
 def import_checkpoint(
-    path: str | Place,
-    out: str | Place,
+    path: str | StoragePlace,
+    out: str | StoragePlace,
     *,
     step: int | None = None,
     config: str | Path | None = None,
@@ -268,8 +268,8 @@ def import_checkpoint(
 
 @contextmanager
 def _open_any(
-    path: Place,
-) -> Iterator[tuple[CheckpointSource, Callable[[layout.StoredTensor], Pieces]]]:
+    path: StoragePlace,
+) -> Iterator[tuple[StoredCheckpoint, Callable[[layout.StoredTensor], Pieces]]]:
     """Yields (tensors and files of a foreign directory, function that reads its tensors)."""
     if storage_of(path).exists(path / layout.DCP_METADATA):
         dcp = open_dcp(local(path))
@@ -277,7 +277,7 @@ def _open_any(
         def whole(tensor: layout.StoredTensor) -> Pieces:
             yield as_bytes(dcp.read(tensor)).numpy().data
 
-        yield CheckpointSource(path, dcp.model, dcp.optimizer), whole
+        yield StoredCheckpoint(path, dcp.model, dcp.optimizer), whole
         return
     with open_source(path) as source, StoredTensorReader(path, source.records) as reader:
         if source.is_adapter:
@@ -290,7 +290,7 @@ def _in_order(tensors: Mapping[str, layout.StoredTensor]) -> list[str]:
     return sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].begin))
 
 
-def _small_files(source: CheckpointSource) -> tuple[dict[str, bytes], str]:
+def _small_files(source: StoredCheckpoint) -> tuple[dict[str, bytes], str]:
     """Returns the files beside the weights, and what is left out; for a checkpoint of this package,
     the files saved with it."""
     if not source.records:

@@ -17,8 +17,8 @@ from checkpointing.format.layout import (
 )
 from checkpointing.format.tensors import TORCH_DTYPES
 from checkpointing.format.untrusted import printable
-from checkpointing.storage.place import Place
-from checkpointing.storage.source import CheckpointSource, StoredTensorReader, open_source
+from checkpointing.storage.place import StoragePlace
+from checkpointing.storage.source import StoredCheckpoint, StoredTensorReader, open_source
 from checkpointing.tools.inspect import find_source, short, table
 
 PIECE_ELEMENTS = 1 << 17
@@ -44,8 +44,8 @@ class ValueDifference:
 class CheckpointDifference:
     """The differences of two checkpoints."""
 
-    left: Place
-    right: Place
+    left: StoragePlace
+    right: StoragePlace
     identical: int = 0
     """Number of tensors with the same dtype, shape and bytes."""
     only_left: list[str] = field(default_factory=list)
@@ -88,7 +88,7 @@ def _listing(title: str, items: list[str]) -> list[str]:
     return ["", f"{title}:", *(f"  {item}" for item in items[:_SHOWN]), *more]
 
 
-def diff(left: str | Place, right: str | Place) -> CheckpointDifference:
+def diff(left: str | StoragePlace, right: str | StoragePlace) -> CheckpointDifference:
     """Compare two checkpoints, tensor by tensor, in bounded memory. Blocks with equal checksums are
     not read in checkpoints of this package; `verify` checks whether the bytes match the checksums.
     All bytes that are read are checked. Raises DamagedCheckpoint or StorageError if a checkpoint is
@@ -112,8 +112,8 @@ def diff(left: str | Place, right: str | Place) -> CheckpointDifference:
 
 def _compare_tensors(
     result: CheckpointDifference,
-    left: CheckpointSource,
-    right: CheckpointSource,
+    left: StoredCheckpoint,
+    right: StoredCheckpoint,
     ours: Mapping[str, StoredTensor],
     theirs: Mapping[str, StoredTensor],
 ) -> None:

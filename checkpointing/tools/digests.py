@@ -12,11 +12,11 @@ from torch import Tensor
 from checkpointing.format.bits import digest_and_finite
 from checkpointing.format.layout import DTYPE_BYTES, MODEL, OPTIMIZER, TensorMeta
 from checkpointing.format.plan import TensorPiece
-from checkpointing.format.sections import NumberSummary, by_section
+from checkpointing.format.sections import SectionNumbers, by_section
 from checkpointing.format.tensors import as_bytes, box_view, local_tensor
 from checkpointing.ranks import RankGroup, failing_alike
 from checkpointing.save.planning import SavePlanner, signatures
-from checkpointing.storage.place import Place
+from checkpointing.storage.place import StoragePlace
 from checkpointing.storage.source import StoredTensorReader, open_source
 
 _ANY_SIZE = 1 << 62
@@ -39,15 +39,15 @@ def digests_in_memory(
     with failing_alike():
         plan = SavePlanner(ranks, _ANY_SIZE).plan(signatures(model, optimizer), model, optimizer)
         parts = ranks.together(lambda: [*_as_text(_of_pieces(plan.pieces, tensors))])
-    summaries = (NumberSummary(int(weights, 16), int(moments, 16)) for weights, moments in parts)
-    return _as_text(sum(summaries, NumberSummary()))
+    summaries = (SectionNumbers(int(weights, 16), int(moments, 16)) for weights, moments in parts)
+    return _as_text(sum(summaries, SectionNumbers()))
 
 
-def stored_digests(path: Place) -> SaveDigests:
+def stored_digests(path: StoragePlace) -> SaveDigests:
     """Returns the digests of the tensors in a checkpoint of this package. Reads all tensors, one at
     a time. Raises DamagedCheckpoint or StorageError if the checkpoint contradicts its commit
     record, or cannot be read."""
-    found = NumberSummary()
+    found = SectionNumbers()
     with open_source(path) as source, StoredTensorReader(path, source.records) as reader:
         for name, stored in by_section(source.model, source.optimizer).items():
             meta = stored.meta
@@ -59,8 +59,8 @@ def stored_digests(path: Place) -> SaveDigests:
     return _as_text(found)
 
 
-def _of_pieces(pieces: Iterable[TensorPiece], tensors: Mapping[str, Tensor]) -> NumberSummary:
-    found = NumberSummary()
+def _of_pieces(pieces: Iterable[TensorPiece], tensors: Mapping[str, Tensor]) -> SectionNumbers:
+    found = SectionNumbers()
     for piece in pieces:
         meta, box = piece.stored.meta, piece.box
         part = box_view(local_tensor(tensors[piece.name]), box).contiguous().cpu()
@@ -71,14 +71,14 @@ def _of_pieces(pieces: Iterable[TensorPiece], tensors: Mapping[str, Tensor]) -> 
 
 def _summary(
     name: str, meta: TensorMeta, offset: Sequence[int], bits: NDArray[np.generic]
-) -> NumberSummary:
+) -> SectionNumbers:
     """Returns the digest of a box of a tensor as a contribution to `weights` or to `moments`."""
     digest, _ = digest_and_finite(name, meta.dtype, meta.shape, offset, bits)
     if name.startswith(f"{OPTIMIZER.stem}/"):
-        return NumberSummary(moments=digest)
+        return SectionNumbers(moments=digest)
     assert name.startswith(f"{MODEL.stem}/")
-    return NumberSummary(weights=digest)
+    return SectionNumbers(weights=digest)
 
 
-def _as_text(numbers: NumberSummary) -> SaveDigests:
+def _as_text(numbers: SectionNumbers) -> SaveDigests:
     return SaveDigests(f"{numbers.weights:016x}", f"{numbers.moments:016x}")

@@ -25,7 +25,7 @@ from checkpointing.format.layout import (
 from checkpointing.format.untrusted import printable
 from checkpointing.options import CheckpointOptions
 from checkpointing.storage import retention
-from checkpointing.storage.place import Place, location
+from checkpointing.storage.place import StoragePlace, location
 from checkpointing.storage.source import open_source
 from checkpointing.storage.steps import (
     SINGLE_FILE,
@@ -39,7 +39,7 @@ from checkpointing.storage.steps import (
 from checkpointing.storage.verification import is_damage, verify_step
 
 
-def find_steps(path: str | Place) -> list[Place]:
+def find_steps(path: str | StoragePlace) -> list[StoragePlace]:
     """Returns the checkpoints that a path names, newest first. Raises StorageError if there are
     none."""
     path = location(path)
@@ -57,7 +57,7 @@ StepChoice: TypeAlias = int | Literal["best"] | None
 """Which checkpoint of a run: its step, "best" (lowest `checkpoint.best_by`), None (newest)."""
 
 
-def find_checkpoint(path: str | Place, step: StepChoice = None) -> Place:
+def find_checkpoint(path: str | StoragePlace, step: StepChoice = None) -> StoragePlace:
     """Returns the good checkpoint that a path names: a run, a directory of checkpoints, or a
     checkpoint. Reads headers, but no tensors. Raises StorageError if there is no checkpoint, or not
     the one that `step` names, and DamagedCheckpoint, which describes the newest, if none is good.
@@ -87,7 +87,7 @@ def find_checkpoint(path: str | Place, step: StepChoice = None) -> Place:
     raise damage[0]
 
 
-def find_source(path: str | Place, step: StepChoice = None) -> Place:
+def find_source(path: str | StoragePlace, step: StepChoice = None) -> StoragePlace:
     """Returns what `open_source` can open: a plain Hugging Face directory, or what
     `find_checkpoint` returns. Raises the errors of `find_checkpoint`."""
     path = location(path)
@@ -102,7 +102,7 @@ def find_source(path: str | Place, step: StepChoice = None) -> Place:
 class _ListingRow:
     """A checkpoint in a listing."""
 
-    path: Place
+    path: StoragePlace
     saved: float | None
     """Unix time of the commit."""
     state: dict[str, Any]
@@ -128,12 +128,12 @@ class _CheckpointListing:
         return table([header, *(_cells(row, best=row.path == best) for row in self.rows)])
 
 
-def ls(path: str | Place) -> _CheckpointListing:
+def ls(path: str | StoragePlace) -> _CheckpointListing:
     """List checkpoints, with what can be checked without reading tensors."""
     return _CheckpointListing([_row(step) for step in find_steps(path)])
 
 
-def _row(path: Place) -> _ListingRow:
+def _row(path: StoragePlace) -> _ListingRow:
     try:
         step = open_step(path)
         saved = storage_of(path).stat(path / COMMIT_RECORD).st_mtime
@@ -143,18 +143,18 @@ def _row(path: Place) -> _ListingRow:
         return _ListingRow(path, None, {}, 0, 0, str(error))
 
 
-def _judged(row: _ListingRow) -> retention.StepInfo:
+def _judged(row: _ListingRow) -> retention.RetentionStep:
     """Returns the input of retention for a checkpoint, by the `best_by` of the run's recipe."""
     recipe = row.state.get("recipe")
     options = recipe.get("checkpoint") if isinstance(recipe, dict) else None
     key = options.get("best_by") if isinstance(options, dict) else None
     key = key if isinstance(key, str) else CheckpointOptions.best_by
-    return retention.StepInfo(
+    return retention.RetentionStep(
         row.path, parse_step(row.path.name) or 0, retention.number_of(row.state, key)
     )
 
 
-def _best(path: str | Place, rows: Sequence[_ListingRow]) -> Place:
+def _best(path: str | StoragePlace, rows: Sequence[_ListingRow]) -> StoragePlace:
     """Returns the best of these checkpoints, which are sorted newest first. Raises StorageError if
     none has a validation loss."""
     for found in retention.best_of([_judged(row) for row in rows if row.problem is None]):
@@ -192,7 +192,7 @@ def _world(state: dict[str, Any]) -> str:
 class _CheckpointContents:
     """The tensors and trainer state of a checkpoint."""
 
-    path: Place
+    path: StoragePlace
     record: CommitRecord
     model: dict[str, StoredTensor]
     optimizer: dict[str, StoredTensor]
@@ -222,7 +222,7 @@ class _CheckpointContents:
         return "\n".join(lines)
 
 
-def show(path: str | Place, step: StepChoice = None) -> _CheckpointContents:
+def show(path: str | StoragePlace, step: StepChoice = None) -> _CheckpointContents:
     """Returns the tensors and trainer state of a checkpoint, or of the one that `find_checkpoint`
     finds in a run. Raises DamagedCheckpoint or StorageError if it is damaged or cannot be read."""
     found = open_step(find_checkpoint(path, step))
@@ -251,7 +251,7 @@ def short(value: Any, limit: int = 100) -> str:
 class _CheckpointProblem:
     """A defect of a checkpoint."""
 
-    checkpoint: Place
+    checkpoint: StoragePlace
     message: str
     """Message that names the file, and the block if the defect is in a block."""
     is_damage: bool = True
@@ -262,30 +262,30 @@ class _CheckpointProblem:
 
 
 @dataclass
-class Verification:
+class _Verification:
     """Result of checking every byte."""
 
-    checked: list[Place]
+    checked: list[StoragePlace]
     size: int = 0
     """Number of bytes read."""
     problems: list[_CheckpointProblem] = field(default_factory=list)
 
     @property
-    def good(self) -> list[Place]:
+    def good(self) -> list[StoragePlace]:
         bad = {problem.checkpoint for problem in self.problems}
         return [path for path in self.checked if path not in bad]
 
     @property
-    def known(self) -> retention.StepVerdicts:
+    def known(self) -> retention.RetentionVerdicts:
         """The result in the form that retention uses."""
         lost = {problem.checkpoint.name for problem in self.problems if problem.is_damage}
-        return retention.StepVerdicts(
+        return retention.RetentionVerdicts(
             damaged=lost,
             unreadable={problem.checkpoint.name for problem in self.problems} - lost,
             verified={path.name for path in self.good},
         )
 
-    def add(self, step: Place) -> None:
+    def add(self, step: StoragePlace) -> None:
         size, problems = verify_step(step)
         self.checked.append(step)
         self.size += size
@@ -303,17 +303,17 @@ class Verification:
         return "\n".join([*map(str, self.problems), *verdicts, summary])
 
 
-def verify(path: str | Place) -> Verification:
+def verify(path: str | StoragePlace) -> _Verification:
     """Verify a checkpoint, or all checkpoints of a run: every byte against the commit record, then
     the contents, and the pointer `latest`. Goes on after a problem, to report all."""
-    result = Verification([])
+    result = _Verification([])
     for step in find_steps(path):
         result.add(step)
     result.problems += _verify_latest(result.checked)
     return result
 
 
-def _verify_latest(steps: Sequence[Place]) -> list[_CheckpointProblem]:
+def _verify_latest(steps: Sequence[StoragePlace]) -> list[_CheckpointProblem]:
     """Check that the pointer file beside `steps`, if it exists, names a committed checkpoint."""
     pointer = steps[0].with_name(LATEST)
     try:
@@ -334,7 +334,7 @@ class _PruneResult:
 
     decisions: list[retention.RetentionDecision]
     dry_run: bool
-    verification: Verification
+    verification: _Verification
     """Result of reading the newest checkpoints that are kept."""
 
     def __str__(self) -> str:
@@ -350,7 +350,7 @@ class _PruneResult:
         return "\n".join([*lines, f"{len(going)} of {len(rows)} {would}: {size}"])
 
 
-def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> _PruneResult:
+def pruned(path: str | StoragePlace, options: CheckpointOptions, *, dry_run: bool) -> _PruneResult:
     """Apply retention to a run, even while it is training. Before a deletion, every byte of the
     newest checkpoints that stay is read: a damaged one does not count as kept. Raises StorageError
     if there is no checkpoint, or `path` is itself a checkpoint.
@@ -364,7 +364,7 @@ def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> _
     if steps == [path]:
         raise StorageError(f"{path}: is one checkpoint; give the run that it belongs to")
     directory = steps[0].parent
-    checked = Verification([])
+    checked = _Verification([])
     while True:
         known = checked.known
         found = retention.inspect_steps(directory, options.best_by, known)

@@ -14,16 +14,16 @@ from checkpointing.format.peft import BASE, CONFIG, adapter_tensors, read_config
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.format.untrusted import printable, read_object
 from checkpointing.load.published import by_model_names
-from checkpointing.storage.source import CheckpointSource, StoredTensorReader
+from checkpointing.storage.source import StoredCheckpoint, StoredTensorReader
 from checkpointing.storage.steps import storage_of
 
 PIECE_ELEMENTS = 1 << 20  # of a weight, merged at a time
 
 
-class StoredAdapter:
+class MergedAdapter:
     """An adapter in its files. Raises DamagedCheckpoint, or StorageError if it is not of LoRA."""
 
-    def __init__(self, source: CheckpointSource, reader: StoredTensorReader) -> None:
+    def __init__(self, source: StoredCheckpoint, reader: StoredTensorReader) -> None:
         where = source.path / CONFIG
         with reading(where):
             data = storage_of(where).read(where)
@@ -65,7 +65,7 @@ class StoredAdapter:
         return (b[0], a[1]) if len(a) == len(b) == 2 and a[0] == b[1] else ()
 
 
-def _trained_over(source: CheckpointSource) -> dict[str, Any]:
+def _trained_over(source: StoredCheckpoint) -> dict[str, Any]:
     if source.state is not None:
         base = source.state.get("base")
         return base if isinstance(base, dict) else {}
@@ -80,16 +80,16 @@ def _trained_over(source: CheckpointSource) -> dict[str, Any]:
 
 
 @contextmanager
-def open_adapter(source: CheckpointSource) -> Iterator[StoredAdapter]:
+def open_adapter(source: StoredCheckpoint) -> Iterator[MergedAdapter]:
     with StoredTensorReader(source.path, source.records) as reader:
-        yield StoredAdapter(source, reader)
+        yield MergedAdapter(source, reader)
 
 
 class MergedModel:
     """The tensors of a model with an adapter added. `published`: not to weights rounded to nf4."""
 
     def __init__(
-        self, base: CheckpointSource, adapter: StoredAdapter, *, published: bool = False
+        self, base: StoredCheckpoint, adapter: MergedAdapter, *, published: bool = False
     ) -> None:
         self._stored, self._adapter = base.model, adapter
         self._under: Callable[[Tensor], Tensor] = Tensor.float if published else adapter.under

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class BatchPlanPass:
     """The sequences of one forward and backward pass of a rank."""
 
     positions: tuple[int, ...]
@@ -73,7 +73,7 @@ class BatchPlan:
             busiest = rounds * self.micro_batch + min(rest, self.micro_batch)
         return self.global_batch / (self.world_size * busiest)
 
-    def micro_batches(self, rank: int, start: int) -> Iterator[MicroBatch]:
+    def micro_batches(self, rank: int, start: int) -> Iterator[BatchPlanPass]:
         """Yield the passes of `rank` for the global batch that begins at sequence `start`."""
         units, passes = self.units_of(rank), self.passes_of(rank)
         parts: list[Sequence[int]]
@@ -86,7 +86,7 @@ class BatchPlan:
             parts = [units[begin:end] for begin, end in pairwise(cuts)]
         for part in [*parts, *[()] * (passes - len(parts))]:
             # A pass without work takes any sequence, as its gradient is multiplied by 0.
-            yield MicroBatch(tuple(start + row for row in part) or (start,), real=bool(part))
+            yield BatchPlanPass(tuple(start + row for row in part) or (start,), real=bool(part))
 
     def __str__(self) -> str:
         size = "fixed micro-batches of" if self.fixed else "up to"

@@ -38,7 +38,7 @@ _opener.add_handler(urllib.request.HTTPHandler())
 
 
 @dataclass(frozen=True)
-class Notice:
+class CloudNotice:
     """An announcement that this machine is going to be taken away."""
 
     source: str
@@ -55,7 +55,7 @@ class _NoticeSource(Protocol):
 
     name: str
 
-    def look(self) -> Notice | None:
+    def look(self) -> CloudNotice | None:
         """Returns the current notice, if any. A slow service may block it for a few seconds, and it
         may raise any exception."""
 
@@ -69,8 +69,8 @@ class _TriggerFile:
     def __post_init__(self) -> None:
         self.name = f"file:{self.path}"
 
-    def look(self) -> Notice | None:
-        return Notice(self.name, "trigger", None) if self.path.exists() else None
+    def look(self) -> CloudNotice | None:
+        return CloudNotice(self.name, "trigger", None) if self.path.exists() else None
 
 
 @dataclass
@@ -81,19 +81,19 @@ class _Aws:
     name: str = "aws"
     _token: str = field(default="", repr=False)
 
-    def look(self) -> Notice | None:
+    def look(self) -> CloudNotice | None:
         answer = self._get("spot/instance-action")
         if answer is not None:
             action = _json_object(answer)
             if action.get("action") not in ("terminate", "stop", "hibernate"):
                 raise ValueError(f"spot/instance-action is {answer[:80]!r}")
             seconds = _seconds_until(datetime.fromisoformat, action.get("time"))
-            return Notice(self.name, action["action"], seconds)
+            return CloudNotice(self.name, action["action"], seconds)
         answer = self._get("events/recommendations/rebalance")
         if answer is not None:
             if "noticeTime" not in _json_object(answer):
                 raise ValueError(f"events/recommendations/rebalance is {answer[:80]!r}")
-            return Notice(self.name, "rebalance", None)
+            return CloudNotice(self.name, "rebalance", None)
         return None
 
     def _get(self, path: str) -> str | None:
@@ -120,13 +120,13 @@ class _Gcp:
     address: str
     name: str = "gcp"
 
-    def look(self) -> Notice | None:
+    def look(self) -> CloudNotice | None:
         url = f"{self.address}/computeMetadata/v1/instance/preempted"
         answer = _expect_ok(url, *_request(url, {"Metadata-Flavor": "Google"})).strip()
         if answer not in ("TRUE", "FALSE"):
             raise ValueError(f"instance/preempted is {answer[:80]!r}")
         # The service gives no time. The machine is stopped 30 s after the answer becomes TRUE.
-        return Notice(self.name, "preempt", 30.0) if answer == "TRUE" else None
+        return CloudNotice(self.name, "preempt", 30.0) if answer == "TRUE" else None
 
 
 @dataclass
@@ -136,7 +136,7 @@ class _Azure:
     address: str
     name: str = "azure"
 
-    def look(self) -> Notice | None:
+    def look(self) -> CloudNotice | None:
         document = _json_object(self._get("scheduledevents?api-version=2020-07-01"))
         for event in document["Events"]:
             if event["EventType"] not in ("Preempt", "Terminate"):
@@ -146,7 +146,7 @@ class _Azure:
             if machine.strip().lower() in [str(name).lower() for name in event["Resources"]]:
                 started = event.get("EventStatus") == "Started"
                 when = _seconds_until(parsedate_to_datetime, event.get("NotBefore"))
-                return Notice(self.name, event["EventType"].lower(), 0.0 if started else when)
+                return CloudNotice(self.name, event["EventType"].lower(), 0.0 if started else when)
         return None
 
     def _get(self, path: str) -> str:
@@ -200,13 +200,13 @@ def guess_cloud(dmi: Path = DMI) -> str | None:
 
 def watch(
     sources: Sequence[_NoticeSource],
-    notify: Callable[[Notice], None],
+    notify: Callable[[CloudNotice], None],
     stop: threading.Event,
     poll_seconds: float = POLL_SECONDS,
 ) -> threading.Thread | None:
     """Poll the sources in a daemon thread, once per node, until `stop` is set. Returns the thread;
     None without sources. A source that fails is logged once, and polled again. `notify`: called in
-    the thread, once for each source and `Notice.what`. Must not raise."""
+    the thread, once for each source and `CloudNotice.what`. Must not raise."""
     if not sources:
         return None
     reported: set[tuple[str, str]] = set()

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from elastic.group.job_secret import SECRET_FILE, Secret, SecretError
+from elastic.group.job_secret import SECRET_FILE, JobSecret, JobSecretError
 from elastic.group.store import StoreClient
 
 STALE_SECONDS = 3.0
@@ -62,10 +62,10 @@ def claim_key(run_id: str) -> str:
     return f"perdure/{run_id}/secret"
 
 
-def claim(client: StoreClient, run_id: str, secret: Secret, directory: str | None) -> JobClaim:
+def claim(client: StoreClient, run_id: str, secret: JobSecret, directory: str | None) -> JobClaim:
     """Join the job that holds the claim in the store, or write a claim for a new job; returns the
     job's claim. Takes STALE_SECONDS where the existing claim may be that of a job that has ended.
-    Raises SecretError if another job of this name runs, or StoreLostError."""
+    Raises JobSecretError if another job of this name runs, or StoreLostError."""
     key, created = claim_key(run_id), ""
     own: JobClaim | None = None
     try:
@@ -79,7 +79,7 @@ def claim(client: StoreClient, run_id: str, secret: Secret, directory: str | Non
                 after = JobClaim.decode(now)
                 # The counter rises: the other job runs, unless a third job has written the claim.
                 if why and existing and after and after == replace(existing, counter=after.counter):
-                    raise SecretError(why)
+                    raise JobSecretError(why)
                 continue
             created = created or _make_mark(directory)
             proposed = JobClaim(secret.fingerprint, 0, created or NO_MARK)
@@ -91,7 +91,7 @@ def claim(client: StoreClient, run_id: str, secret: Secret, directory: str | Non
             _remove_marks(directory, created, kept=own is not None)
 
 
-def _mismatch(existing: JobClaim, run_id: str, secret: Secret, directory: str | None) -> str:
+def _mismatch(existing: JobClaim, run_id: str, secret: JobSecret, directory: str | None) -> str:
     """Returns why this node does not belong to the job of `existing`; empty if it does."""
     place = f" ({directory})" if directory else ""
     cure = (

@@ -23,19 +23,19 @@ DEFAULT_NAME = ".secret"
 MIN_BYTES, MAC_CHARACTERS = 16, 64
 
 
-class SecretError(Exception):
+class JobSecretError(Exception):
     """There is no usable secret; the message is one line that says what to do."""
 
 
 @dataclass(frozen=True)
-class Secret:
+class JobSecret:
     """Key material that all nodes of a job know, and nobody else."""
 
     key: bytes
 
-    def derive(self, purpose: str) -> "Secret":
+    def derive(self, purpose: str) -> "JobSecret":
         """Returns a secret for one purpose, from which this secret cannot be computed."""
-        return Secret(_keyed(self.key, b"purpose " + purpose.encode()).digest())
+        return JobSecret(_keyed(self.key, b"purpose " + purpose.encode()).digest())
 
     @property
     def fingerprint(self) -> str:
@@ -62,13 +62,13 @@ def _keyed(key: bytes, data: bytes) -> "hashlib.blake2b":
     return hashlib.blake2b(data, key=key, digest_size=32)
 
 
-def find_secret(named: str | None, directory: str | None) -> Secret:
+def find_secret(named: str | None, directory: str | None) -> JobSecret:
     """Returns the secret of this agent's job: from the file `named`, else from
     $PERDURE_SECRET_FILE, else from a file in the run's `directory`, created if missing. Sets
-    $PERDURE_SECRET_FILE, for the ranks. Raises SecretError if there is no usable file."""
+    $PERDURE_SECRET_FILE, for the ranks. Raises JobSecretError if there is no usable file."""
     path = named or os.environ.get(SECRET_FILE) or (directory and f"{directory}/{DEFAULT_NAME}")
     if not path:
-        raise SecretError(
+        raise JobSecretError(
             "nodes must share a secret: name a file that only you can read by --rdzv-conf "
             f"secret=FILE or {SECRET_FILE}; (umask 077; openssl rand -hex 32 > FILE) makes one"
         )
@@ -78,8 +78,8 @@ def find_secret(named: str | None, directory: str | None) -> Secret:
     return read_secret(Path(path))
 
 
-def read_secret(path: Path) -> Secret:
-    """Read the secret in a file. Raises SecretError if the file cannot be read, is too short, or
+def read_secret(path: Path) -> JobSecret:
+    """Read the secret in a file. Raises JobSecretError if the file cannot be read, is too short, or
     another user could have read or written it."""
     try:
         # O_NONBLOCK: opening a pipe must not block
@@ -87,31 +87,31 @@ def read_secret(path: Path) -> Secret:
         with open(descriptor, "rb") as file:
             status, data = os.fstat(descriptor), file.read(4096).strip()
     except OSError as error:
-        raise SecretError(
+        raise JobSecretError(
             f"the secret of the job: {path}: {error.strerror}; set {SECRET_FILE} to a file of yours"
         ) from error
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        raise SecretError(
+        raise JobSecretError(
             f"the secret of the job: {path} is not a file of yours (uid {os.geteuid()}) but of uid "
             f"{status.st_uid}; remove it, or set {SECRET_FILE} to another file"
         )
     if status.st_mode & 0o077:
-        raise SecretError(
+        raise JobSecretError(
             f"the secret of the job: others may read {path} (mode {status.st_mode & 0o777:o}); if "
             f"nobody has, chmod 600 it; else remove it, or set {SECRET_FILE} to another file"
         )
     if len(data) < MIN_BYTES:
-        raise SecretError(
+        raise JobSecretError(
             f"the secret of the job: {path} has {len(data)} bytes, fewer than {MIN_BYTES}; remove "
             f"it, or set {SECRET_FILE} to another file"
         )
-    return Secret(hashlib.sha256(data).digest())  # a key of BLAKE2b has at most 64 bytes
+    return JobSecret(hashlib.sha256(data).digest())  # a key of BLAKE2b has at most 64 bytes
 
 
 def make_secret(path: Path) -> None:
     """Create a file with a new secret that only this user can read, unless the file exists. If
     nodes call this at the same time, one of them creates the file, and all use its secret. Raises
-    SecretError if that fails."""
+    JobSecretError if that fails."""
     aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         if not path.exists():
@@ -128,7 +128,7 @@ def make_secret(path: Path) -> None:
             finally:
                 aside.unlink(missing_ok=True)
     except OSError as error:
-        raise SecretError(
+        raise JobSecretError(
             f"the secret of the job: cannot create {path}: {error.strerror}; set {SECRET_FILE} to "
             "another file"
         ) from error

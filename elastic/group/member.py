@@ -4,7 +4,7 @@ membership document in the store. The rules are in membership.py.
 [Note: loss of a node] The way from a dead node to the next round, in the order of the calls:
 
   1. The counter of the dead node no longer rises. A node that watches it sees this in
-     `Member._read_beats`, and `Leases.lapsed` names the dead node after its lease.
+     `Member._read_beats`, and `MembershipLeases.lapsed` names the dead node after its lease.
   2. `Member._follow` removes that node from the document, and swaps the document in the store.
   3. Every other node reads the new document and wakes its agent (`Member._adopt`).
   4. The round has lost a node (`round_over`), so torchrun gets 1 from
@@ -28,17 +28,17 @@ from functools import partial
 
 from elastic.exits import EXIT_WRONG_INPUT
 from elastic.group.job_claim import NO_MARK, JobClaim, claim_key
-from elastic.group.job_secret import Secret
+from elastic.group.job_secret import JobSecret
 from elastic.group.membership import (
     OBSERVERS,
     Change,
-    Failure,
     HeartbeatPace,
-    JobEnd,
-    Leases,
-    Limits,
     Membership,
-    NodeRequest,
+    MembershipEnd,
+    MembershipFailure,
+    MembershipLeases,
+    MembershipLimits,
+    MembershipRequest,
     all_nodes,
     beat_seconds,
     close,
@@ -85,7 +85,7 @@ class _Heartbeat:
 
     count: int = 0
     due: float = 0.0
-    sent: NodeRequest | None = None
+    sent: MembershipRequest | None = None
     pace: HeartbeatPace = field(default_factory=HeartbeatPace)
     knocks_since: float = 0.0
     """Time of the first knock; 0: this node does not wait at the door."""
@@ -96,10 +96,10 @@ class _Heartbeat:
 class _HeartbeatWatch:
     """Heartbeats of other nodes, as this node has read them."""
 
-    leases: Leases = field(default_factory=Leases)
+    leases: MembershipLeases = field(default_factory=MembershipLeases)
     living: frozenset[str] = frozenset()
     """Watched nodes whose counter rose while this node watched them."""
-    requests: dict[str, NodeRequest] = field(default_factory=dict)
+    requests: dict[str, MembershipRequest] = field(default_factory=dict)
     """Node → the request in its newest heartbeat. Only observers apply requests."""
     knocking: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Node at the door → (counter when first read, 0 before; time at which it is forgotten)."""
@@ -127,7 +127,7 @@ class _HeartbeatWatch:
         elif node in self.knocking and counter <= first:
             pass  # the heartbeat may be left over from a dead process
         elif request and counter >= self.leases.seen.get(node, (0, 0.0))[0]:
-            self.requests[node] = read_fields(NodeRequest, request)
+            self.requests[node] = read_fields(MembershipRequest, request)
 
 
 @dataclass
@@ -152,14 +152,14 @@ class Member:
         client: StoreClient,
         run_id: str,
         name: str,
-        limits: Limits,
+        limits: MembershipLimits,
         changed: Callable[[], None],
         lease: float | None,
     ) -> None:
         self.name, self.limits = name, limits
         self.state = Membership()
         self.unreachable_since: float | None = None
-        self.keys = JobKeys(client, run_id, Secret(b""))
+        self.keys = JobKeys(client, run_id, JobSecret(b""))
         self.wake = threading.Event()
         self._run_id, self._changed, self._lease = run_id, changed, lease
         self._mark, self._young_until = NO_MARK, 0.0
@@ -168,7 +168,7 @@ class Member:
         """Changes of this node that the document in the store does not have yet."""
         self._lock = threading.Lock()
         self._news = threading.Condition()
-        self._request: NodeRequest | None = None
+        self._request: MembershipRequest | None = None
         self._identity = ""
         self._heartbeat, self._watch = _Heartbeat(), _HeartbeatWatch()
         self._announced = _AnnouncedVersion()
@@ -182,13 +182,13 @@ class Member:
         self._end = False
         self._thread = threading.Thread(target=self._run, name="perdure-member", daemon=True)
 
-    def start(self, secret: Secret, mark: str = NO_MARK) -> None:
+    def start(self, secret: JobSecret, mark: str = NO_MARK) -> None:
         """Begin to follow the membership document. `mark`: `JobClaim.mark` of the job."""
         self._mark, self._young_until = mark, time.monotonic() + YOUNG_SECONDS
         self.use_secret(secret)
         self._thread.start()
 
-    def use_secret(self, secret: Secret) -> None:
+    def use_secret(self, secret: JobSecret) -> None:
         """Read and write values of the store sealed by `secret`; ignore all other values. Called
         before the first call of `look`."""
         self.keys = JobKeys(self.keys.client, self._run_id, secret)
@@ -200,7 +200,7 @@ class Member:
             self._changes.append(change)
         self.wake.set()
 
-    def report(self, round: int, generation: int, failure: Failure) -> None:
+    def report(self, round: int, generation: int, failure: MembershipFailure) -> None:
         report = partial(fail, round=round, generation=generation, failure=failure)
         self.change(partial(report, limits=self.limits))
 
@@ -209,7 +209,7 @@ class Member:
         self._loss_expected_until = time.monotonic() + seconds
         self.wake.set()
 
-    def request(self, request: NodeRequest | None) -> None:
+    def request(self, request: MembershipRequest | None) -> None:
         """Request to join the next round or to leave; None withdraws the request."""
         if request and not request.leaves:
             self._identity = request.identity
@@ -241,7 +241,7 @@ class Member:
         """Request to leave, wait up to `timeout` seconds until that is sent, end the thread."""
         client = self.keys.client
         client.patience = min(client.patience, timeout)
-        departure = NodeRequest(leaves=True)
+        departure = MembershipRequest(leaves=True)
         self.request(departure)
         deadline = time.monotonic() + timeout
         while self._thread.is_alive() and time.monotonic() < deadline:
@@ -326,7 +326,7 @@ class Member:
                 self._adopt(best)  # this node only reads: the nodes train something else
                 return
         observes = self._observes(best)
-        requests: dict[str, NodeRequest] = {}
+        requests: dict[str, MembershipRequest] = {}
         if observes:
             # A node that was removed after its heartbeat was read must knock again to join.
             known = {*all_nodes(best), *self._watch.knocking}
@@ -389,7 +389,7 @@ class Member:
         self._announced.state = state
         self._announced.due = now + poll_seconds(spared_nodes(state), observes=False)
 
-    def _beat(self, request: NodeRequest | None) -> None:
+    def _beat(self, request: MembershipRequest | None) -> None:
         heart, seconds = self._heartbeat, beat_seconds(spared_nodes(self.state))
         now = time.monotonic()
         if self.keys.client.connections != self._watch.connections:
@@ -418,7 +418,7 @@ class Member:
                     "own another name (--rdzv-id)"
                 )
                 logger.error("%s", reason)
-                self.change(partial(close, end=JobEnd(EXIT_WRONG_INPUT, reason)))
+                self.change(partial(close, end=MembershipEnd(EXIT_WRONG_INPUT, reason)))
                 return
         self.keys.client.set(key, own.encode())
 

@@ -12,8 +12,8 @@ requests name the generation that paused. A node whose request names none has lo
 a pause. It leaves the round as it arrives, because the other nodes would wait for these ranks.
 
 Thousands of nodes cannot all swap one document, nor all read it whenever it may have changed. The
-first nodes in order are its *observers*. All other nodes write their requests (`NodeRequest`) and
-the status of their ranks to keys of their own. The observers read these keys, and change the
+first nodes in order are its *observers*. All other nodes write their requests (`MembershipRequest`)
+and the status of their ranks to keys of their own. The observers read these keys, and change the
 document once for all requests. A node that is not in the document yet appends its name to the
 *door*, a key of the store, and is let in when an observer has seen its counter rise. Nodes that do
 not observe only compare the document's version. In a job of at most `OBSERVERS` nodes, all nodes
@@ -75,7 +75,7 @@ def read_fields(kind: type[T], body: Mapping[str, Any]) -> T:
 
 
 @dataclass(frozen=True)
-class Failure:
+class MembershipFailure:
     """A training process that failed, or a node that was lost."""
 
     node: str
@@ -95,7 +95,7 @@ class Failure:
     of failures."""
     outside: bool = False
     """Whether a signal from another process ended the process. Such a failure counts towards
-    `Limits.restarts`, but not towards the limits of a step or a node."""
+    `MembershipLimits.restarts`, but not towards the limits of a step or a node."""
     unfit: bool = False
     """Whether other ranks found that this machine computes wrongly. Its node is removed at once,
     and does not come back by itself."""
@@ -105,7 +105,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class JobEnd:
+class MembershipEnd:
     """The end of a job: all its nodes leave, and no further round begins."""
 
     code: int
@@ -125,7 +125,8 @@ class Membership:
     job: str = ""
     """Name of the job's first node and Unix time of its start, unique among jobs."""
     identity: str = ""
-    """Digest of `JobFacts.identity` of the first node; nodes with another digest are refused."""
+    """Digest of `NodeJobFacts.identity` of the first node; nodes with another digest are
+    refused."""
     ranks: int = 1
     """Ranks of each node that `uneven` does not list."""
     uneven: tuple[tuple[str, int], ...] = ()
@@ -143,13 +144,13 @@ class Membership:
     """host:port of the store for this round's ranks, hosted by the node of group rank 0."""
     generation: int = 0
     arrived: tuple[str, ...] = ()
-    lost: Failure | None = None
+    lost: MembershipFailure | None = None
     """Failure that ends this round, such as the loss of a node; None: no failure."""
-    cause: Failure | None = None
+    cause: MembershipFailure | None = None
     """Failure that ended the previous round; None: no failure."""
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[MembershipFailure, ...] = ()
     """Newest failures of processes, oldest first; as many as decide about the job's end."""
-    struck: tuple[Failure, ...] = ()
+    struck: tuple[MembershipFailure, ...] = ()
     """The last failure of each node that was removed for its failures. Such a node may join again
     once its health checks pass, unless the failure is `unfit`."""
     alarm: int = 0
@@ -159,7 +160,7 @@ class Membership:
     """Ranks that all other ranks wait for."""
     suspicion: str = ""
     """Evidence against the suspects; empty until the statuses have been evaluated."""
-    closed: JobEnd | None = None
+    closed: MembershipEnd | None = None
 
     def encode(self) -> bytes:
         """Serialise to JSON. Each place is written only once, to keep the document short: all nodes
@@ -182,14 +183,20 @@ class Membership:
         stated = {node: places[index] for node, index in pairs if index in known}
         body["places"] = _sorted(stated)
         for key in ("failures", "struck"):
-            body[key] = tuple(read_fields(Failure, failure) for failure in body.get(key, ()))
-        for key, kind in (("lost", Failure), ("cause", Failure), ("closed", JobEnd)):
+            body[key] = tuple(
+                read_fields(MembershipFailure, failure) for failure in body.get(key, ())
+            )
+        for key, kind in (
+            ("lost", MembershipFailure),
+            ("cause", MembershipFailure),
+            ("closed", MembershipEnd),
+        ):
             body[key] = read_fields(kind, body[key]) if body.get(key) else None
         return read_fields(Membership, body)
 
 
 @dataclass(frozen=True)
-class Limits:
+class MembershipLimits:
     """Limits of a job: sizes of a round, waits before a round begins, and failures."""
 
     minimum: int
@@ -266,7 +273,7 @@ def enter(
 
 
 @dataclass(frozen=True)
-class NodeRequest:
+class MembershipRequest:
     """A node's request to join the next round or to leave; observers apply it."""
 
     leaves: bool = False
@@ -280,7 +287,7 @@ class NodeRequest:
     place: str = ""
 
 
-def heed(state: Membership, node: str, request: NodeRequest, now: float) -> Membership:
+def heed(state: Membership, node: str, request: MembershipRequest, now: float) -> Membership:
     """Apply the request of `node`. Applying it again changes nothing. `now` is Unix time."""
     if request.leaves:
         return leave(state, node)
@@ -298,14 +305,16 @@ def round_over(state: Membership) -> bool:
     return len(state.members) < state.size
 
 
-def _ends_round(state: Membership, node: str, request: NodeRequest) -> bool:
+def _ends_round(state: Membership, node: str, request: MembershipRequest) -> bool:
     """Whether the arrival of `node` ends this round, because its ranks ended without a pause."""
     if round_over(state) or node not in state.members or node in state.arrived:
         return False
     return 0 < request.after >= state.round and request.paused != state.generation
 
 
-def heed_all(state: Membership, requests: Mapping[str, NodeRequest], now: float) -> Membership:
+def heed_all(
+    state: Membership, requests: Mapping[str, MembershipRequest], now: float
+) -> Membership:
     """Apply the requests of many nodes, departures first. Gives the same result as `heed` for one
     node after another, in time linear in their number."""
     state = leave(state, *(node for node, request in requests.items() if request.leaves))
@@ -377,7 +386,7 @@ def lose(state: Membership, node: str, now: float, why: str = "node lost") -> Me
     """Remove `node`, whose lease has lapsed or whose ranks do not start; `now` is Unix time."""
     if node not in state.members:
         return leave(state, node)
-    return replace(leave(state, node), lost=Failure(node, None, 0, why, now))
+    return replace(leave(state, node), lost=MembershipFailure(node, None, 0, why, now))
 
 
 def lose_unstarted(state: Membership, alarm: int, node: str, now: float, why: str) -> Membership:
@@ -386,8 +395,8 @@ def lose_unstarted(state: Membership, alarm: int, node: str, now: float, why: st
     return lose(end_alarm(state), node, now, why) if state.alarm == alarm else state
 
 
-def close(state: Membership, end: JobEnd) -> Membership:
-    """End the job. A job that has ended keeps its first `JobEnd`."""
+def close(state: Membership, end: MembershipEnd) -> Membership:
+    """End the job. A job that has ended keeps its first `MembershipEnd`."""
     return state if state.closed else replace(state, closed=end)
 
 
@@ -395,13 +404,13 @@ def set_address(state: Membership, round: int, address: str) -> Membership:
     return replace(state, address=address) if state.round == round else state
 
 
-def accuse(state: Membership, round: int, failure: Failure) -> Membership:
+def accuse(state: Membership, round: int, failure: MembershipFailure) -> Membership:
     """Record the failure that ends `round` although no node was lost. Later reports are ignored."""
     known = state.closed or state.round != round or state.lost
     return state if known else replace(state, lost=failure)
 
 
-def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
+def complete(state: Membership, limits: MembershipLimits, quiet: float) -> Membership:
     """Begin the next round once all members have arrived again and enough nodes wait. `quiet`:
     seconds since the last change of the arrivals.
 
@@ -448,7 +457,7 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
     )
 
 
-def room(state: Membership, limits: Limits) -> int:
+def room(state: Membership, limits: MembershipLimits) -> int:
     """Number of waiting nodes that the next round could take besides this round's members."""
     chosen = _nodes(_fitting(state, _candidates(state, limits.unit), limits))
     return len(set(chosen) - set(state.members))
@@ -475,7 +484,9 @@ def _candidates(state: Membership, unit: int) -> list[Replica]:
     return whole + _replicas(state, [*others, *waiting], unit)[0]
 
 
-def _fitting(state: Membership, replicas: Sequence[Replica], limits: Limits) -> list[Replica]:
+def _fitting(
+    state: Membership, replicas: Sequence[Replica], limits: MembershipLimits
+) -> list[Replica]:
     """Returns the replicas that the limits admit, taken in order. If `most_ranks` admits fewer than
     `minimum` nodes, `minimum` nodes are taken anyway: their ranks then report what is wrong."""
     ranks, left = dict(state.uneven), math.inf if limits.most_ranks is None else limits.most_ranks
@@ -530,11 +541,16 @@ def _near(state: Membership, nodes: Sequence[str], unit: int) -> list[Replica]:
 
 
 def fail(
-    state: Membership, round: int, generation: int, failure: Failure, limits: Limits
+    state: Membership,
+    round: int,
+    generation: int,
+    failure: MembershipFailure,
+    limits: MembershipLimits,
 ) -> Membership:
     """Record a failed training process, and react: begin the next generation, remove the process's
     node, or end the job with a reason. One failure makes the other ranks fail too, so later reports
-    for the same generation change nothing, unless the node computes wrongly (`Failure.unfit`)."""
+    for the same generation change nothing, unless the node computes wrongly
+    (`MembershipFailure.unfit`)."""
     if failure.unfit:
         return _expel(state, failure, limits)
     if state.closed or (state.round, state.generation) != (round, generation):
@@ -566,13 +582,13 @@ def fail(
     if again and not (spared and len({item.node for item in same}) == 1):
         named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         reason = f"{named} failed {often}, the last time by {failure.why}; a restart will not help"
-        return replace(state, failures=failures, closed=JobEnd(93, reason))
+        return replace(state, failures=failures, closed=MembershipEnd(93, reason))
     if len(recent) > limits.restarts:
         reason = (
             f"{len(recent)} failures within an hour, more than the {limits.restarts} allowed "
             f"(--max-restarts), the last on {culprit}: {failure.why}"
         )
-        return replace(state, failures=failures, closed=JobEnd(93, reason))
+        return replace(state, failures=failures, closed=MembershipEnd(93, reason))
     state = replace(end_alarm(state), failures=failures)
     if spared and (again or strikes(state, failure) >= limits.strikes):
         how = f"it failed {often}" if again else f"{limits.strikes} failures within an hour"
@@ -580,7 +596,7 @@ def fail(
     return _continue(state, failure)
 
 
-def _expel(state: Membership, failure: Failure, limits: Limits) -> Membership:
+def _expel(state: Membership, failure: MembershipFailure, limits: MembershipLimits) -> Membership:
     if state.closed or failure.node not in state.members:
         return state
     state = replace(end_alarm(state), failures=(*state.failures, failure)[-limits.restarts - 1 :])
@@ -590,21 +606,21 @@ def _expel(state: Membership, failure: Failure, limits: Limits) -> Membership:
         f"{failure.why}. The job has too few nodes without {failure.node}: take that machine out, "
         "and start again with another"
     )
-    return replace(state, closed=JobEnd(93, reason))
+    return replace(state, closed=MembershipEnd(93, reason))
 
 
-def _can_spare(state: Membership, node: str, limits: Limits) -> bool:
+def _can_spare(state: Membership, node: str, limits: MembershipLimits) -> bool:
     without = _candidates(leave(state, node), limits.unit)
     return len(_nodes(_fitting(state, without, limits))) >= limits.minimum
 
 
-def _send_away(state: Membership, failure: Failure, how: str) -> Membership:
+def _send_away(state: Membership, failure: MembershipFailure, how: str) -> Membership:
     others = tuple(entry for entry in state.struck if entry.node != failure.node)
     lost = replace(failure, rank=None, why=f"sent away: {how}")
     return replace(leave(state, failure.node), struck=(*others, failure), lost=lost)
 
 
-def _continue(state: Membership, failure: Failure) -> Membership:
+def _continue(state: Membership, failure: MembershipFailure) -> Membership:
     """Begin the next generation. But if members have left this round, or have arrived for the next
     one, end this round, with `failure` as the reason."""
     if round_over(state):
@@ -614,7 +630,7 @@ def _continue(state: Membership, failure: Failure) -> Membership:
     return replace(state, generation=state.generation + 1)
 
 
-def strikes(state: Membership, failure: Failure) -> int:
+def strikes(state: Membership, failure: MembershipFailure) -> int:
     """Returns the number of failures that count for the node of `failure`: of its ranks, not by a
     signal from outside, within an hour, and after the node was last removed."""
     since = [entry.at for entry in state.struck if entry.node == failure.node]
@@ -724,7 +740,7 @@ def differ_only_in_arrivals(before: Membership, after: Membership) -> bool:
 
 
 @dataclass
-class Leases:
+class MembershipLeases:
     """When the counters of other nodes last rose, as seen by this node."""
 
     seen: dict[str, tuple[int, float]] = field(default_factory=dict)

@@ -17,7 +17,7 @@ def splitmix64(state: int) -> int:
     return z ^ (z >> 31)
 
 
-class Permutation:
+class SamplerPermutation:
     """A keyed pseudo-random permutation of range(size), in O(1) memory.
 
     A Feistel network over the next power of two. Its rounds change the two halves of a value in

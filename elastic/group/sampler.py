@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from elastic.group.batch_plan import plan_batch
-from elastic.group.permutation import Permutation
+from elastic.group.permutation import SamplerPermutation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -117,7 +117,7 @@ class Sampler:
             now = epochs == epoch
             # The key is that of the first source of `trainer.Order`, so that a sampler and an
             # `Order` of one source give the same order.
-            samples[now] = Permutation(self._size, self._seed, 1, int(epoch))(places[now])
+            samples[now] = SamplerPermutation(self._size, self._seed, 1, int(epoch))(places[now])
         return [int(sample) for sample in samples]
 
 

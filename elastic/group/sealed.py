@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elastic.group.job_secret import Secret
+from elastic.group.job_secret import JobSecret
 from elastic.group.store import StoreClient, run_store_thread
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ FORGED_SECONDS = 0.005
 class JobKeys:
     """The keys of a job in the store, whose values are sealed."""
 
-    def __init__(self, client: StoreClient, run_id: str, secret: Secret) -> None:
+    def __init__(self, client: StoreClient, run_id: str, secret: JobSecret) -> None:
         self.client = client
         self.prefix, self.fingerprint = key_prefix(run_id, secret), secret.fingerprint
         self.dropped: Counter[str] = Counter()
@@ -71,7 +71,7 @@ class JobKeys:
         self.client.set(key, self.seal(key, text))
 
 
-def key_prefix(run_id: str, secret: Secret) -> str:
+def key_prefix(run_id: str, secret: JobSecret) -> str:
     """Prefix of a job's keys in the store. Jobs with different secrets have different keys."""
     return f"perdure/{run_id}/{secret.fingerprint}"
 
@@ -89,7 +89,7 @@ class SealedStore(dist.Store):
 
     timeout: timedelta
 
-    def __init__(self, connect: Callable[[], Any], secret: Secret, scope: str) -> None:
+    def __init__(self, connect: Callable[[], Any], secret: JobSecret, scope: str) -> None:
         super().__init__()
         self._connect, self._secret, self._scope = connect, secret, scope
         self._store = connect()
@@ -162,7 +162,7 @@ class SealedStore(dist.Store):
     def clone(self) -> dist.Store:
         return self
 
-    def _sealed_name(self, key: str) -> tuple[str, Secret]:
+    def _sealed_name(self, key: str) -> tuple[str, JobSecret]:
         secret = self._secret.derive(f"{self._scope} {key}")
         return secret.derive("name").key.hex(), secret
 
@@ -188,7 +188,7 @@ class SealedStore(dist.Store):
                 )
             time.sleep(FORGED_SECONDS)
 
-    def _verified(self, key: str, name: str, secret: Secret) -> bytes | None:
+    def _verified(self, key: str, name: str, secret: JobSecret) -> bytes | None:
         value = secret.open(name, self._store.get(name))
         if value is None and not self._warned:
             self._warned = True

@@ -32,7 +32,7 @@ It keeps the number of passes small."""
 
 
 @dataclass
-class SharePlanner:
+class BatchSharePlanner:
     """Decides how many units of a global batch each rank computes, anew after each measurement. All
     ranks reach the same decision."""
 

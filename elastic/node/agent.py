@@ -43,23 +43,23 @@ from elastic.exits import (
 )
 from elastic.group.member import Member
 from elastic.group.membership import (
-    Failure,
-    JobEnd,
     Membership,
-    NodeRequest,
+    MembershipEnd,
+    MembershipFailure,
+    MembershipRequest,
     accuse,
     close,
     round_over,
 )
-from elastic.node.companion import FAREWELL_SECONDS, HURRIED_SECONDS, Companion, end_companions
-from elastic.node.program import JobFacts, TorchrunProgram
+from elastic.node.companion import FAREWELL_SECONDS, HURRIED_SECONDS, NodeCompanion, end_companions
+from elastic.node.program import NodeJobFacts, NodeProgram
 from elastic.node.progress import PROGRESS
-from elastic.node.rank_process import LocalRank, RankProcess, ReserveProcess, judge_exit
+from elastic.node.rank_process import NodeRank, NodeRankProcess, NodeReserveProcess, judge_exit
 from elastic.node.recall import LOST_SECONDS, READY_SECONDS, SETTLED_SECONDS
 from elastic.node.standin import NODE_SOCKET
 from elastic.node.vitals import oom_kills, take_dumps
-from elastic.node.watchdog import SAVE_SECONDS, HangWatch
-from elastic.node.zygote import MAX_MESSAGE, RESERVE, RankProgram, Zygote, first_zygote
+from elastic.node.watchdog import SAVE_SECONDS, NodeHangWatch
+from elastic.node.zygote import MAX_MESSAGE, RESERVE, Zygote, ZygoteProgram, first_zygote
 from elastic.process import descends, lost_output
 from elastic.world import CAUSE, GENERATION, ROUND
 
@@ -98,35 +98,35 @@ class NodeAgent:
     """The agent of a node, see [Note: node]. Created in the main thread; `start` runs a thread."""
 
     group: Member
-    program: TorchrunProgram
+    program: NodeProgram
     leaving: int = 0
     """Exit code of this node after a notice that makes it leave; 0: it stays."""
     refused: int = 0
     _round: _NodeRound = field(default_factory=_NodeRound)
-    _ranks: dict[int, LocalRank] = field(default_factory=dict)
-    _kept: dict[int, LocalRank] = field(default_factory=dict)
+    _ranks: dict[int, NodeRank] = field(default_factory=dict)
+    _kept: dict[int, NodeRank] = field(default_factory=dict)
     """Local rank → rank whose stand-in has ended, while its process waits for the next round."""
-    _reserve: ReserveProcess | None = None
+    _reserve: NodeReserveProcess | None = None
     _reserves: int = 0
     _no_reserve_until: float = 0.0
     _ending: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Key of a killed process that has not ended yet → (local rank, time of the kill)."""
     _reached: int = 0
     _oom_kills: int = field(default_factory=oom_kills)
-    _companions: dict[tuple[str, ...], Companion] = field(default_factory=dict)
+    _companions: dict[tuple[str, ...], NodeCompanion] = field(default_factory=dict)
     """(module, argument, …) → companion, which outlives the ranks that requested it."""
 
     def __post_init__(self) -> None:
         self._zygote = first_zygote()
         self.page = self._zygote.page
-        self._hangs = HangWatch(self.group, self.page)
+        self._hangs = NodeHangWatch(self.group, self.page)
         self._listener, self.socket_path = _listen()
         self._waker, self._wakened = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._wakened, selectors.EVENT_READ, None)
         self._end = False
-        self._facts: Future[JobFacts] = Future()
+        self._facts: Future[NodeJobFacts] = Future()
         self._folders: Future[dict[str, str]] = Future()
         self._request_facts()
         self._selector.register(self._zygote.socket, selectors.EVENT_READ, "zygote")
@@ -139,7 +139,7 @@ class NodeAgent:
 
     # Methods without an underscore may be called from any thread.
 
-    def facts(self, timeout: float) -> JobFacts | None:
+    def facts(self, timeout: float) -> NodeJobFacts | None:
         """Returns the program's description of the job, for which the zygote may take `timeout`
         seconds; None after that."""
         with suppress(TimeoutError):
@@ -208,7 +208,7 @@ class NodeAgent:
                         self._wakened.recv(4096)
                     elif key.data == "zygote":
                         self._on_zygote()
-                    elif isinstance(key.data, LocalRank):
+                    elif isinstance(key.data, NodeRank):
                         self._on_rank(key.data)
                     else:
                         self._on_stand_in(key.data)
@@ -267,7 +267,7 @@ class NodeAgent:
                     rank.code = EXIT_PAUSED
         if self._ranks and all(rank.code is not None for rank in self._ranks.values()):
             # Requested before the stand-ins end, because torchrun and this thread end with them.
-            self.group.request(NodeRequest(leaves=True))
+            self.group.request(MembershipRequest(leaves=True))
             for rank in list(self._ranks.values()):
                 code = self.leaving if rank.code == EXIT_PAUSED else rank.code
                 self._dismiss(rank, code or 0)
@@ -304,7 +304,7 @@ class NodeAgent:
         elif "companion" in message:
             words = tuple(message["companion"])
             if words not in self._companions or not self._companions[words].lives:
-                self._companions[words] = Companion(words)
+                self._companions[words] = NodeCompanion(words)
         elif "notice" in message:
             if not self._round.stopping:
                 self.leave(message["notice"])
@@ -324,8 +324,8 @@ class NodeAgent:
     def _admit(self, connection: socket.socket, descriptors: list[int]) -> None:
         """Register the rank of a stand-in, the process that torchrun starts in place of a rank. If
         the last round left a process for this local rank that can be recalled, the rank gets it."""
-        environment = RankProgram.unpack(descriptors[0]).environment
-        rank = LocalRank(
+        environment = ZygoteProgram.unpack(descriptors[0]).environment
+        rank = NodeRank(
             connection,
             descriptors,
             int(environment[ROUND]),
@@ -372,7 +372,7 @@ class NodeAgent:
         self._selector.unregister(connection)
         connection.close()
 
-    def _dismiss(self, rank: LocalRank, code: int) -> None:
+    def _dismiss(self, rank: NodeRank, code: int) -> None:
         """Kill the process of a rank, and make its stand-in, torchrun's process for the rank, exit
         with `code`."""
         self._kill(rank)
@@ -381,7 +381,7 @@ class NodeAgent:
             rank.connection.send(json.dumps({"code": code}).encode())
         self._close(rank)
 
-    def _close(self, rank: LocalRank) -> None:
+    def _close(self, rank: NodeRank) -> None:
         try:
             self._selector.unregister(rank.connection)
         except KeyError:
@@ -407,11 +407,11 @@ class NodeAgent:
                 continue
             key = f"{self._round.number}.{self._round.generation}.{local_rank}"
             recall = self._fork(rank, key, rank.dumps, self._environment(local_rank))
-            rank.process = RankProcess(key, recall)
+            rank.process = NodeRankProcess(key, recall)
             self._selector.register(recall, selectors.EVENT_READ, rank)
 
     def _fork(
-        self, rank: LocalRank, key: str, dumps: int, environment: Mapping[str, str]
+        self, rank: NodeRank, key: str, dumps: int, environment: Mapping[str, str]
     ) -> socket.socket:
         """Have the zygote fork a process for a rank's program; returns the agent's socket to it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -447,10 +447,10 @@ class NodeAgent:
                 return
             self._reserves += 1
             key, dumps = f"reserve.{self._reserves}", os.memfd_create("perdure-dumps")
-            process = RankProcess(key, self._fork(rank, key, dumps, {RESERVE: "1"}))
-            self._reserve = ReserveProcess(process, dumps)
+            process = NodeRankProcess(key, self._fork(rank, key, dumps, {RESERVE: "1"}))
+            self._reserve = NodeReserveProcess(process, dumps)
 
-    def _take_reserve(self, rank: LocalRank) -> bool:
+    def _take_reserve(self, rank: NodeRank) -> bool:
         """Make the reserve process the process of `rank`; returns False if it has ended."""
         reserve, self._reserve = self._reserve, None
         assert reserve
@@ -473,14 +473,14 @@ class NodeAgent:
 
     # --- recalling processes, see recall.py --------------------------------------------------
 
-    def _recall(self, rank: LocalRank) -> bool:
+    def _recall(self, rank: NodeRank) -> bool:
         """Make a rank's process continue in the current generation; returns False if it cannot."""
         environment = self._environment(rank.local_rank)
         message = {"generation": "{}.{}".format(*self._round.key), "env": environment}
         return self._send_rank(rank, message, rank.descriptors)
 
     def _send_rank(
-        self, rank: LocalRank, message: Mapping[str, Any], descriptors: list[int]
+        self, rank: NodeRank, message: Mapping[str, Any], descriptors: list[int]
     ) -> bool:
         """Send a recall, or the stop before it; returns False if no process can be recalled."""
         process = rank.process
@@ -493,7 +493,7 @@ class NodeAgent:
         process.able, process.lost, process.recalled = None, None, time.monotonic()
         return True
 
-    def _on_rank(self, rank: LocalRank) -> None:
+    def _on_rank(self, rank: NodeRank) -> None:
         process = rank.process
         if process is None or process.recall is None:
             return
@@ -544,13 +544,13 @@ class NodeAgent:
 
     # --- the end of processes ----------------------------------------------------------------
 
-    def _kill(self, rank: LocalRank) -> None:
+    def _kill(self, rank: NodeRank) -> None:
         process = self._detach(rank)
         if process:
             self._send_zygote({"kill": process.key})
             self._ending[process.key] = rank.local_rank, time.monotonic()
 
-    def _detach(self, rank: LocalRank) -> RankProcess | None:
+    def _detach(self, rank: NodeRank) -> NodeRankProcess | None:
         """Take the process from `rank`, so that later reports about it concern no rank."""
         process, rank.process = rank.process, None
         if process and process.recall:
@@ -593,7 +593,7 @@ class NodeAgent:
                 self._folders = Future()
             self._folders.set_result(message["folders"])
         elif "facts" in message:
-            facts = JobFacts(**message["facts"])
+            facts = NodeJobFacts(**message["facts"])
             self._hangs.times.save_seconds = facts.save_seconds or SAVE_SECONDS
             if self._facts.done():
                 self._facts = Future()
@@ -612,7 +612,7 @@ class NodeAgent:
                 if rank.process and rank.process.key == message["ended"]:
                     self._on_exit(rank, message["code"])
 
-    def _on_exit(self, rank: LocalRank, code: int, how: str = "") -> None:
+    def _on_exit(self, rank: NodeRank, code: int, how: str = "") -> None:
         """Handle the exit of a rank's process. `how`: what is known besides the exit code."""
         process = self._detach(rank)
         if process and process.recalled:  # the process belonged to a generation that was over
@@ -633,7 +633,7 @@ class NodeAgent:
             out_of_memory=out_of_memory,
             how=how,
         )
-        if isinstance(verdict, JobEnd):
+        if isinstance(verdict, MembershipEnd):
             self.group.change(partial(close, end=verdict))
             if verdict.code == EXIT_DONE:
                 if code != EXIT_DONE:
@@ -651,8 +651,8 @@ class NodeAgent:
                 logger.warning("rank %d: %s in step %d", rank.rank, verdict.why, progress.step)
             self.group.report(*self._round.key, verdict)
 
-    def _report_of(self, rank: int | None, step: int, why: str = "") -> Failure:
-        return Failure(self.group.name, rank, step, why, time.time())
+    def _report_of(self, rank: int | None, step: int, why: str = "") -> MembershipFailure:
+        return MembershipFailure(self.group.name, rank, step, why, time.time())
 
     # --- zygote ------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ def until_input_ends(niceness: int) -> threading.Event:
     return ended
 
 
-class Companion:
+class NodeCompanion:
     """A companion process. Created in a thread that lives as long as the companion is needed.
     `words`: module, as after `python -m`, and its arguments."""
 
@@ -83,7 +83,7 @@ class Companion:
             self._process.wait()
 
 
-def end_companions(companions: Iterable[Companion], seconds: float) -> None:
+def end_companions(companions: Iterable[NodeCompanion], seconds: float) -> None:
     companions = list(companions)
     # Close all inputs first, so that each companion has the whole time for its last work.
     for companion in companions:
@@ -98,7 +98,7 @@ def accompany(words: Sequence[str]) -> Callable[[], None]:
     companion runs. Returns a function to call when this process has no more work for it. `words`:
     module, as after `python -m`, and its arguments."""
     if NODE_SOCKET not in os.environ:
-        companion = Companion(words)
+        companion = NodeCompanion(words)
         return lambda: end_companions([companion], FAREWELL_SECONDS)
     # Without its agent this process cannot live on, so a failed connection is no problem.
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:

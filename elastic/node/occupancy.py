@@ -31,7 +31,7 @@ MISSED_BEATS = 3.5
 RECORD, LOCK = "launch.json", "launch.lock"
 
 
-class OccupiedError(Exception):
+class NodeDirectoryOccupiedError(Exception):
     """Another launch trains in the directory; the message names it."""
 
 
@@ -53,10 +53,10 @@ class _DirectoryHolder:
         return (self.boot, self.pid, self.since) != (other.boot, other.pid, other.since)
 
 
-class HeldDirectory:
-    """Holds a run directory for this process, until `release`. Raises OccupiedError if another
-    launch trains in the directory. If the directory cannot be written to, nothing is held, and no
-    error is raised, because later writes of the run report the error."""
+class NodeDirectoryHold:
+    """Holds a run directory for this process, until `release`. Raises NodeDirectoryOccupiedError if
+    another launch trains in the directory. If the directory cannot be written to, nothing is held,
+    and no error is raised, because later writes of the run report the error."""
 
     def __init__(self, folder: Path, job: str) -> None:
         self._folder = folder
@@ -109,7 +109,8 @@ class HeldDirectory:
         return True
 
     def _wait_for_the_dead(self) -> None:
-        """Return once no launch of another job uses the directory; else raise OccupiedError."""
+        """Return once no launch of another job uses the directory; else raise
+        NodeDirectoryOccupiedError."""
         deadline = time.monotonic() + MISSED_BEATS * BEAT_SECONDS
         own, locked, record = self._own, self._try_lock(), _read(self._folder)
         # A process that holds the lock but has no record has just started, or is about to end.
@@ -134,12 +135,12 @@ class HeldDirectory:
             if now != record:
                 raise self._occupied(now)
 
-    def _occupied(self, holder: _DirectoryHolder | None) -> OccupiedError:
+    def _occupied(self, holder: _DirectoryHolder | None) -> NodeDirectoryOccupiedError:
         name = "another process"
         if holder:
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
             name = f"process {holder.pid} on {holder.host}, since {since},"
-        return OccupiedError(
+        return NodeDirectoryOccupiedError(
             f"{self._folder}: {name} trains there; end it first, or give this launch a run.dir of "
             "its own"
         )

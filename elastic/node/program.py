@@ -3,10 +3,10 @@
 [Note: facts] A program knows what it trains only when it runs, but by then its node is in the job.
 So the agent obtains a description first. A package that torchrun starts with `-m PACKAGE ARGUMENT
 …` may have a module `facts` with two functions. The node's zygote (zygote.py) calls them after its
-imports. `facts(arguments, ranks)` returns the fields of `JobFacts` for a node with `ranks` ranks.
-`folders(arguments)` returns recipe key → path that the ranks need, without accessing these paths:
-the agent first checks whether they respond, as `facts` may block on them. The agent compares the
-description with the job's. Without such a module it compares nothing."""
+imports. `facts(arguments, ranks)` returns the fields of `NodeJobFacts` for a node with `ranks`
+ranks. `folders(arguments)` returns recipe key → path that the ranks need, without accessing these
+paths: the agent first checks whether they respond, as `facts` may block on them. The agent compares
+the description with the job's. Without such a module it compares nothing."""
 
 import hashlib
 import importlib
@@ -25,7 +25,7 @@ MAX_FOLDERS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchrunProgram:
+class NodeProgram:
     """The program that torchrun starts in each rank."""
 
     package: str = ""
@@ -35,7 +35,7 @@ class TorchrunProgram:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobFacts:
+class NodeJobFacts:
     """The description of a job by its program, see [Note: facts]."""
 
     identity: Mapping[str, str] = field(default_factory=dict)
@@ -53,22 +53,22 @@ class JobFacts:
     """One line that says why this node cannot train; None if it can."""
 
 
-def torchrun_program() -> TorchrunProgram:
-    """Returns the program on this process's command line; an empty `TorchrunProgram` if this
+def torchrun_program() -> NodeProgram:
+    """Returns the program on this process's command line; an empty `NodeProgram` if this
     process is not torchrun."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     if Path(sys.argv[0]).name != "torchrun" and not (
         module and module.name == "torch.distributed.run"
     ):
-        return TorchrunProgram()
+        return NodeProgram()
     # imported here, as it imports torch
     from torch.distributed.run import determine_local_world_size, parse_args
 
     options = parse_args(sys.argv[1:])
     ranks = determine_local_world_size(options.nproc_per_node)
     if not options.module:
-        return TorchrunProgram(ranks=ranks)
-    return TorchrunProgram(
+        return NodeProgram(ranks=ranks)
+    return NodeProgram(
         package=options.training_script, arguments=tuple(options.training_script_args), ranks=ranks
     )
 
@@ -80,8 +80,8 @@ def digest(identity: Mapping[str, str]) -> str:
 def differences(
     ours: Mapping[str, str], theirs: Mapping[str, str], here: str = "here", there: str = "there"
 ) -> str:
-    """Returns a text that lists the keys in which two `JobFacts.identity` differ, with both values.
-    `here` and `there`: words in the text for the places of `ours` and `theirs`."""
+    """Returns a text that lists the keys in which two `NodeJobFacts.identity` differ, with both
+    values. `here` and `there`: words in the text for the places of `ours` and `theirs`."""
     keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     parts = [
         f"{key} is {ours.get(key, 'not given')} {here}, {theirs.get(key, 'not given')} {there}"
@@ -93,8 +93,9 @@ def differences(
 
 
 def read_facts(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """Returns the fields of `JobFacts` from `package` for a node with `ranks` ranks; none without a
-    module `facts`, and only `error` if `-m` would run another package. Called in the zygote."""
+    """Returns the fields of `NodeJobFacts` from `package` for a node with `ranks` ranks; none
+    without a module `facts`, and only `error` if `-m` would run another package. Called in the
+    zygote."""
     if package.isidentifier() and (error := shadowing_error(package)):
         return {"error": error}
     module = _module(package)

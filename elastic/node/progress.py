@@ -31,7 +31,7 @@ _PAUSE, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _PID, _PATIENCE, _MUTE, _ERROR = (
 )  # fmt: skip
 _FIELDS = struct.Struct("IIQIIdIf")
 PROGRESS = "PERDURE_PROGRESS"
-"""Environment variable `DESCRIPTOR:LOCAL_RANK`: descriptor of the `ProgressPage`, and the rank
+"""Environment variable `DESCRIPTOR:LOCAL_RANK`: descriptor of the `NodeProgressPage`, and the rank
 whose entry in it this process uses."""
 PHASES = (
     "start", "init", "load", "data", "step", "fetch", "reduce", "staging", "update", "after",
@@ -49,7 +49,7 @@ exceeds any sum of PAUSE."""
 
 
 @dataclass(frozen=True)
-class RankProgress:
+class NodeRankProgress:
     """The last report of a rank to its agent."""
 
     step: int
@@ -65,7 +65,7 @@ class RankProgress:
     """Time limit in seconds that the rank requests for waits and for phases that happen once."""
 
 
-class ProgressPage:
+class NodeProgressPage:
     """Shared memory with an entry for each rank of a node, mapped from `descriptor`."""
 
     def __init__(self, descriptor: int) -> None:
@@ -103,20 +103,20 @@ class ProgressPage:
         """Tell a rank that its agent had to drop output, for the rank to record in the ledger."""
         struct.pack_into("I", self._map, local_rank * _ENTRY + _MUTE, True)
 
-    def read(self, local_rank: int) -> RankProgress:
+    def read(self, local_rank: int) -> NodeRankProgress:
         start = local_rank * _ENTRY
         _, noticed, step, phase, safe, at, pid, patience = _FIELDS.unpack_from(self._map, start)
         error = self._map[start + _ERROR : start + _ENTRY].rstrip(b"\0").decode(errors="ignore")
-        return RankProgress(
+        return NodeRankProgress(
             step, PHASES[phase], at, bool(noticed), error, bool(safe), pid, patience
         )
 
 
 class Pulse:
-    """A rank's own entry in the `ProgressPage`, through which it reports to its agent. Without an
-    agent the page is private to this process."""
+    """A rank's own entry in the `NodeProgressPage`, through which it reports to its agent. Without
+    an agent the page is private to this process."""
 
-    def __init__(self, page: ProgressPage, local_rank: int) -> None:
+    def __init__(self, page: NodeProgressPage, local_rank: int) -> None:
         self._map, self._start = page._map, local_rank * _ENTRY
         self._free = _FREE + 8 * local_rank
         self.wants_save = False
@@ -129,8 +129,8 @@ class Pulse:
     def from_environment(cls) -> Self:
         descriptor, _, local_rank = os.environ.get(PROGRESS, "").partition(":")
         if not descriptor:
-            return cls(ProgressPage.make(), 0)
-        return cls(ProgressPage(int(descriptor)), int(local_rank))
+            return cls(NodeProgressPage.make(), 0)
+        return cls(NodeProgressPage(int(descriptor)), int(local_rank))
 
     @property
     def secret(self) -> bytes:

@@ -14,8 +14,8 @@ from elastic.exits import (
     EXIT_PEER_GONE,
     EXIT_WRONG_INPUT,
 )
-from elastic.group.membership import Failure, JobEnd
-from elastic.node.progress import RankProgress
+from elastic.group.membership import MembershipEnd, MembershipFailure
+from elastic.node.progress import NodeRankProgress
 from elastic.node.zygote import MAX_MESSAGE
 
 FROM_OUTSIDE = {
@@ -27,7 +27,7 @@ out of memory)."""
 
 
 @dataclass
-class RankProcess:
+class NodeRankProcess:
     """A training process. All times are by time.monotonic()."""
 
     key: str
@@ -50,10 +50,10 @@ class RankProcess:
 
 
 @dataclass
-class ReserveProcess:
+class NodeReserveProcess:
     """A spare process that can become any rank of this node; see recall.py."""
 
-    process: RankProcess
+    process: NodeRankProcess
     dumps: int
     """Descriptor of the file in memory for its stack dumps."""
     _waits: bool = False
@@ -67,7 +67,7 @@ class ReserveProcess:
 
 
 @dataclass
-class LocalRank:
+class NodeRank:
     """A rank of this node: its stand-in (standin.py), and its training process if it has one."""
 
     connection: socket.socket
@@ -79,7 +79,7 @@ class LocalRank:
     local_rank: int
     dumps: int
     """Descriptor of the file in memory for the stack dumps of its process."""
-    process: RankProcess | None = None
+    process: NodeRankProcess | None = None
     code: int | None = None
     """Exit code of the last process; None: it has not exited."""
 
@@ -91,20 +91,20 @@ class LocalRank:
 def judge_exit(
     rank: int,
     code: int,
-    progress: RankProgress,
-    blank: Failure,
+    progress: NodeRankProgress,
+    blank: MembershipFailure,
     *,
     job_done: bool,
     first_start: bool,
     out_of_memory: bool,
     how: str = "",
-) -> JobEnd | Failure | None:
+) -> MembershipEnd | MembershipFailure | None:
     """Decide what the exit of a training process means for the job: its end, a failure to report,
     or nothing (None), if the rank has paused.
 
     Args:
         code: exit code; negative: minus the number of the signal that ended the process.
-        blank: a `Failure` with node, step and time of the exit, to be completed.
+        blank: a `MembershipFailure` with node, step and time of the exit, to be completed.
         first_start: whether the process belonged to the job's first generation.
         out_of_memory: whether the kernel has just killed a process for lack of memory.
         how: what is known about the exit besides its code.
@@ -113,12 +113,12 @@ def judge_exit(
     if how or error:
         why += f" ({how or error})"
     if code == EXIT_DONE or job_done:
-        return JobEnd(EXIT_DONE, "the run is finished")
+        return MembershipEnd(EXIT_DONE, "the run is finished")
     # Wrong input ends the job only at its first start: later the input was right, so the storage
     # that it is read from may be unavailable.
     wrong_input = code == EXIT_WRONG_INPUT and first_start and not progress.step
     if code == EXIT_DO_NOT_REQUEUE or wrong_input:
-        return JobEnd(code, f"rank {rank} ended with {why}")
+        return MembershipEnd(code, f"rank {rank} ended with {why}")
     if code == EXIT_PAUSED:
         return None
     if code == EXIT_PEER_GONE:  # the failed peer may be on a lost node, which cannot report it

@@ -3,7 +3,7 @@
 [Note: recall] A newly forked process has no CUDA context, no compiled code, and an empty allocator.
 So a rank whose peers have failed keeps its process. Its agent sends it the next generation over a
 socket. A thread of the rank aborts the process groups, so that the main thread gets an error in its
-current or next wait for other ranks. The exception `AttemptRecalled` ends the attempt of the main
+current or next wait for other ranks. The exception `NodeRecall` ends the attempt of the main
 thread, which frees the attempt's state, reports that it is ready, and begins the next attempt from
 the first line, as a new process would. Only waits are interrupted: an exception between any two
 lines could leave state that no `with` cleans up.
@@ -39,7 +39,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elastic.exits import SIGNALS
-from elastic.node.zygote import MAX_MESSAGE, RECALL, RankProgram
+from elastic.node.zygote import MAX_MESSAGE, RECALL, ZygoteProgram
 from elastic.process import plain_text, tolerate_lost_output
 
 logger = logging.getLogger(__name__)
@@ -66,12 +66,12 @@ NEXT_GENERATION_SECONDS = 60.0
 """Seconds that a rank which lost a peer waits for the next generation; after that it ends."""
 
 
-class AttemptRecalled(BaseException):
+class NodeRecall(BaseException):
     """Ends an attempt whose process continues with the next attempt. Not an `Exception`, so that no
     handler catches it."""
 
 
-class RecallSocket:
+class NodeRecallSocket:
     """A rank's end of the socket over which its agent recalls it; without a socket to an `agent`
     this process cannot be recalled. Created in the main thread."""
 
@@ -91,7 +91,7 @@ class RecallSocket:
             threading.Thread(target=self._listen, name="perdure-recall", daemon=True).start()
 
     @classmethod
-    def from_environment(cls) -> "RecallSocket":
+    def from_environment(cls) -> "NodeRecallSocket":
         descriptor = os.environ.get(RECALL)
         return cls(socket.socket(fileno=int(descriptor)) if descriptor else None)
 
@@ -125,10 +125,10 @@ class RecallSocket:
                 self._news.wait_for(lambda: not self._aborting)
 
     def check(self) -> None:
-        """Raise `AttemptRecalled` if this attempt has been recalled. Called before received values
+        """Raise `NodeRecall` if this attempt has been recalled. Called before received values
         are used: an aborted NCCL collective leaves garbage and raises no error."""
         if self.called:
-            raise AttemptRecalled
+            raise NodeRecall
 
     @property
     def settled(self) -> bool:
@@ -151,7 +151,7 @@ class RecallSocket:
 
     def abort(self) -> None:
         """Abort the process groups, and shut down all network connections that this process has
-        opened since `RecallSocket` was created. Called from any thread."""
+        opened since `NodeRecallSocket` was created. Called from any thread."""
         abort_groups()
         for name, connection in _connections().items():
             if name not in self._before:
@@ -195,7 +195,7 @@ class RecallSocket:
                     for target, stream in enumerate(streams):
                         os.dup2(stream, target)
                     tolerate_lost_output()
-                    environment = {**RankProgram.unpack(job).environment, **message["env"]}
+                    environment = {**ZygoteProgram.unpack(job).environment, **message["env"]}
                     self._next = message["generation"], environment
                     for descriptor in descriptors:
                         os.close(descriptor)

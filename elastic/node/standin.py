@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_PEER_GONE, handled_signals
 from elastic.node.progress import Pulse
-from elastic.node.zygote import MAX_MESSAGE, RECALL, RankProgram
+from elastic.node.zygote import MAX_MESSAGE, RECALL, ZygoteProgram
 from elastic.process import die_with_parent, plain_text
 
 NODE_SOCKET = "PERDURE_NODE"
@@ -31,7 +31,7 @@ NODE_SOCKET = "PERDURE_NODE"
 
 def stand_in(entry: str, prepare_program: str, arguments: list[str]) -> NoReturn:
     """Have this node's agent run a program as this rank, and exit with the code that the agent
-    sends when the rank is done. The arguments are fields of `RankProgram`."""
+    sends when the rank is done. The arguments are fields of `ZygoteProgram`."""
     die_with_parent()
     agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent.connect(os.environ[NODE_SOCKET])
@@ -43,7 +43,7 @@ def stand_in(entry: str, prepare_program: str, arguments: list[str]) -> NoReturn
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the agent too, which handles it
     for number in handled_signals() - {signal.SIGINT}:
         signal.signal(number, notify)
-    job = RankProgram(entry, prepare_program, arguments, dict(os.environ), os.getcwd())
+    job = ZygoteProgram(entry, prepare_program, arguments, dict(os.environ), os.getcwd())
     socket.send_fds(agent, [b'{"run": true}'], [job.pack(), 0, 1, 2])
     try:
         data = agent.recv(MAX_MESSAGE)
@@ -84,7 +84,7 @@ def stand_in_for(program: list[str]) -> NoReturn:
 
 
 def prepare_program(_: tuple[str, ...]) -> None:
-    """Import modules that training loops use, see `RankProgram.prepare`."""
+    """Import modules that training loops use, see `ZygoteProgram.prepare`."""
     for module in PREPARED:
         importlib.import_module(module)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from elastic.node.progress import RankProgress
+from elastic.node.progress import NodeRankProgress
 
 YOUNG_SECONDS = 0.5
 """Seconds in a phase before a rank is examined, so that healthy ranks cost nothing."""
@@ -31,7 +31,7 @@ _TICKS, _CORES = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_NPROCESSORS_ONLN")
 
 
 @dataclass(frozen=True)
-class ProcessCounters:
+class NodeProcessCounters:
     """Kernel counters of a process since its start."""
 
     stopped: bool
@@ -45,7 +45,7 @@ class ProcessCounters:
 
 
 @dataclass(frozen=True)
-class RankSigns:
+class NodeRankVitals:
     """Observations of a rank in its current phase."""
 
     stopped: float = 0.0
@@ -56,7 +56,7 @@ class RankSigns:
     """Whether the process computes, or would compute if it had a core, most of the time."""
 
 
-NO_SIGNS = RankSigns()
+NO_SIGNS = NodeRankVitals()
 
 
 @dataclass
@@ -66,23 +66,23 @@ class _Mark:
     pid: int
     entered: float
     at: float
-    vitals: ProcessCounters
+    vitals: NodeProcessCounters
     looked: float = 0.0
-    signs: RankSigns = NO_SIGNS
+    signs: NodeRankVitals = NO_SIGNS
     stopped_at: float | None = None
     runs: int = 0
-    """`ProcessCounters.runs` when the process was first seen stopped."""
+    """`NodeProcessCounters.runs` when the process was first seen stopped."""
 
 
-class VitalsWatch:
+class NodeVitalsWatch:
     """Observes whether the processes of a node's ranks are stopped, starved of a core, or busy."""
 
     def __init__(self) -> None:
         self._marks: dict[int, _Mark] = {}
 
     def look(
-        self, pids: Mapping[int, int], progress_by_rank: Mapping[int, RankProgress], now: float
-    ) -> dict[int, RankSigns]:
+        self, pids: Mapping[int, int], progress_by_rank: Mapping[int, NodeRankProgress], now: float
+    ) -> dict[int, NodeRankVitals]:
         """Returns rank → observations of the rank in its current phase. `pids`: rank → process id;
         0 while the rank is being forked. `now`: by time.monotonic()."""
         signs = {}
@@ -102,8 +102,8 @@ class VitalsWatch:
         return signs
 
     def note(
-        self, rank: int, pid: int, entered: float, now: float, vitals: ProcessCounters | None
-    ) -> RankSigns:
+        self, rank: int, pid: int, entered: float, now: float, vitals: NodeProcessCounters | None
+    ) -> NodeRankVitals:
         """Record new counters of a rank, and return its observations. `entered`: time at which the
         rank entered its phase. `now`: time at which `vitals` were read."""
         if vitals is None:
@@ -121,7 +121,7 @@ class VitalsWatch:
             mark.stopped_at, mark.runs = now, vitals.runs
         starved = max(0.0, vitals.starved - mark.vitals.starved)
         demand = vitals.worked - mark.vitals.worked + starved
-        mark.signs = RankSigns(
+        mark.signs = NodeRankVitals(
             stopped=0.0 if mark.stopped_at is None else now - mark.stopped_at,
             starved=min(starved, MAX_STARVED_SHARE * (now - entered)),
             busy=demand > 0.5 * (now - mark.at) > 0,
@@ -129,7 +129,7 @@ class VitalsWatch:
         return mark.signs
 
 
-def read_vitals(pid: int, stolen: float = 0.0) -> ProcessCounters | None:
+def read_vitals(pid: int, stolen: float = 0.0) -> NodeProcessCounters | None:
     """Read a process's counters; returns None if the process has ended or /proc has no figures.
     `stolen`: seconds per core that the hypervisor has taken since boot."""
     try:
@@ -143,7 +143,7 @@ def read_vitals(pid: int, stolen: float = 0.0) -> ProcessCounters | None:
     for thread in threads:
         with suppress(OSError, IndexError):  # the thread has just ended
             starved += int(_read(f"/proc/{pid}/task/{thread}/schedstat").split()[1]) / 1e9
-    return ProcessCounters(
+    return NodeProcessCounters(
         state == "T", runs, (int(fields[10]) + int(fields[11])) / _TICKS, starved
     )
 
@@ -283,8 +283,8 @@ COMPILING = (
 """Files on the stack of a rank while it compiles, which a new shape can cause at any step."""
 
 SHOWN_FRAMES, FRAME_LENGTH = 12, 200
-"""Largest number of frames, and of characters per frame, of the stack in a `Failure`. All nodes
-read it, so it must be short."""
+"""Largest number of frames, and of characters per frame, of the stack in a `MembershipFailure`. All
+nodes read it, so it must be short."""
 
 
 def in_collective(dump: str) -> bool | None:

@@ -2,9 +2,9 @@
 
 [Note: hang] A rank that hangs makes all others wait in their next collective, so every rank looks
 stuck. The watchdog finds the rank that all others wait for. Each node's agent reads the progress of
-its own ranks (progress.py) and knows the usual durations (`PhaseTimes`).
+its own ranks (progress.py) and knows the usual durations (`NodePhaseTimes`).
 
-  1. A node with an overdue rank raises an alarm in the membership (`HangWatch.look`).
+  1. A node with an overdue rank raises an alarm in the membership (`NodeHangWatch.look`).
   2. Every node takes stack dumps of its ranks and publishes the status of each (`_publish`).
   3. The first node reads the statuses of all nodes and records suspects (`_evaluate`, `blame`).
   4. The node of a suspect kills it, unless its progress has changed (`_suspects_here`).
@@ -40,14 +40,14 @@ from elastic.group.membership import (
     record_suspects,
     round_over,
 )
-from elastic.node.progress import ProgressPage, RankProgress
-from elastic.node.rank_process import LocalRank
+from elastic.node.progress import NodeProgressPage, NodeRankProgress
+from elastic.node.rank_process import NodeRank
 from elastic.node.vitals import (
     MAX_STARVED_SHARE,
     NO_SIGNS,
     Activity,
-    RankSigns,
-    VitalsWatch,
+    NodeRankVitals,
+    NodeVitalsWatch,
     classify_dump,
     is_compiling,
     main_stack,
@@ -75,7 +75,7 @@ SLOW_FACTORS = dict.fromkeys(
 )
 """Factors of DEFAULT_SECONDS for phases in which the rank may use a slow filesystem."""
 SAVE_SECONDS = 1200.0
-"""Time limit of a save in seconds, unless the program sets `JobFacts.save_seconds`."""
+"""Time limit of a save in seconds, unless the program sets `NodeJobFacts.save_seconds`."""
 SAVE_FACTORS = {"staging": 1.2, "save": 1.2, "end": 2.4}
 """Phase → multiple of the time limit of a save that is added to the phase's time-out. Ranks learn
 up to a fifth of the limit later that a save was abandoned, and two saves may end a run."""
@@ -93,7 +93,7 @@ STOPPED_SECONDS = 1.0
 """If more seconds pass between two polls, this node, perhaps with its ranks, was stopped."""
 
 
-class PhaseTimes:
+class NodePhaseTimes:
     """Durations of phases on a node's ranks, learned from their progress.
 
     Args:
@@ -111,7 +111,7 @@ class PhaseTimes:
         before this counts towards no time-out."""
         self._durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))
         self._looked: float | None = None
-        self._last: dict[int, RankProgress] = {}
+        self._last: dict[int, NodeRankProgress] = {}
         self._first: dict[tuple[int, str], int] = {}
         """(rank, phase) → first step of the rank's process in that phase."""
 
@@ -120,7 +120,7 @@ class PhaseTimes:
         self._last.pop(rank, None)
         self._first = {key: step for key, step in self._first.items() if key[0] != rank}
 
-    def follow(self, progress_by_rank: Mapping[int, RankProgress], now: float) -> None:
+    def follow(self, progress_by_rank: Mapping[int, NodeRankProgress], now: float) -> None:
         """Record, at every poll, the progress of ranks and the durations of ended phases."""
         if self._looked is not None and now - self._looked > STOPPED_SECONDS:
             self.woke = now
@@ -143,14 +143,14 @@ class PhaseTimes:
         """Record a duration. `kind`: a phase, or "first step" or "first evaluate"."""
         self._durations[kind].append(seconds)
 
-    def limit(self, rank: int, progress: RankProgress) -> float:
+    def limit(self, rank: int, progress: NodeRankProgress) -> float:
         kind = self._kind(rank, progress)
         # The rank may wait for another rank, which may take the whole time of a step.
         if kind in WITHIN_STEP:
             return max(self._learned(kind), self._learned("step"))
         return max(self._learned(kind), 0 if kind in LEARNED_PHASES else progress.patience)
 
-    def _kind(self, rank: int, progress: RankProgress) -> str:
+    def _kind(self, rank: int, progress: NodeRankProgress) -> str:
         if progress.phase not in LEARNED_PHASES:
             return progress.phase
         group = _group(progress.phase)
@@ -172,7 +172,7 @@ def _group(phase: str) -> str:
 
 
 @dataclass(frozen=True)
-class RankStatus:
+class NodeRankStatus:
     """State of a rank, published to other nodes as JSON."""
 
     rank: int
@@ -197,14 +197,14 @@ class RankStatus:
 
 
 def rank_statuses(
-    progress_by_rank: Mapping[int, RankProgress],
+    progress_by_rank: Mapping[int, NodeRankProgress],
     now: float,
-    times: PhaseTimes,
+    times: NodePhaseTimes,
     dumps: Mapping[int, str] | None = None,
-    signs: Mapping[int, RankSigns] | None = None,
-) -> list[RankStatus]:
+    signs: Mapping[int, NodeRankVitals] | None = None,
+) -> list[NodeRankStatus]:
     """Returns the status of each rank of this node, at time `now` by time.monotonic(). `dumps`:
-    result of `take_dumps`. `signs`: result of `VitalsWatch.look`."""
+    result of `take_dumps`. `signs`: result of `NodeVitalsWatch.look`."""
     ranks = []
     for rank, progress in sorted(progress_by_rank.items()):
         sign = (signs or {}).get(rank, NO_SIGNS)
@@ -213,7 +213,7 @@ def rank_statuses(
         # A new shape of the input may cause a compilation in any step, for minutes.
         if dump and is_compiling(dump):
             limit = max(limit, times.patience)
-        status = RankStatus(
+        status = NodeRankStatus(
             rank,
             progress.step,
             progress.phase,
@@ -230,11 +230,11 @@ def rank_statuses(
 
 
 def overdue(
-    progress_by_rank: Mapping[int, RankProgress],
+    progress_by_rank: Mapping[int, NodeRankProgress],
     now: float,
-    times: PhaseTimes,
-    signs: Mapping[int, RankSigns] | None = None,
-) -> list[RankStatus]:
+    times: NodePhaseTimes,
+    signs: Mapping[int, NodeRankVitals] | None = None,
+) -> list[NodeRankStatus]:
     statuses = rank_statuses(progress_by_rank, now, times, signs=signs)
     return [status for status in statuses if status.overdue]
 
@@ -249,7 +249,7 @@ class _HangVerdict:
     reason: str
 
 
-def blame(statuses: Sequence[RankStatus]) -> _HangVerdict | None:
+def blame(statuses: Sequence[NodeRankStatus]) -> _HangVerdict | None:
     """Decide, by the statuses of all ranks of the job, which ranks all others wait for; None while
     no rank is overdue.
 
@@ -298,15 +298,15 @@ def blame(statuses: Sequence[RankStatus]) -> _HangVerdict | None:
     return _HangVerdict(_ranks(suspects), f"{_describe(suspects)}; {how}")
 
 
-def _suspicion(status: RankStatus) -> int:
+def _suspicion(status: NodeRankStatus) -> int:
     return get_args(Activity).index(status.where)
 
 
-def _ranks(statuses: Iterable[RankStatus]) -> tuple[int, ...]:
+def _ranks(statuses: Iterable[NodeRankStatus]) -> tuple[int, ...]:
     return tuple(status.rank for status in statuses)
 
 
-def _describe(statuses: Sequence[RankStatus]) -> str:
+def _describe(statuses: Sequence[NodeRankStatus]) -> str:
     status = statuses[0]
     which = "rank" if len(statuses) == 1 else "ranks"
     without = f", {status.starved:.1f} s of them without a core" if status.starved > 0.1 else ""
@@ -324,13 +324,13 @@ MISSING_SECONDS = 5.0
 that other rank is removed."""
 
 
-class HangWatch:
+class NodeHangWatch:
     """The search of one node for hanging ranks, see [Note: hang]; `look` does its next step."""
 
-    def __init__(self, group: Member, page: ProgressPage) -> None:
-        self.times = PhaseTimes()
-        self._group, self._page, self._vitals = group, page, VitalsWatch()
-        self._published: dict[int, RankProgress] | None = None
+    def __init__(self, group: Member, page: NodeProgressPage) -> None:
+        self.times = NodePhaseTimes()
+        self._group, self._page, self._vitals = group, page, NodeVitalsWatch()
+        self._published: dict[int, NodeRankProgress] | None = None
         """Rank → its report when this node published statuses; None: there is no alarm."""
         self._evaluated_alarm = 0
         self._handled_alarm = 0
@@ -345,7 +345,7 @@ class HangWatch:
         self,
         state: Membership,
         generation: tuple[int, int],
-        running: Mapping[int, LocalRank],
+        running: Mapping[int, NodeRank],
         done: Mapping[int, int] = MappingProxyType({}),
     ) -> list[int]:
         """Do the next step of [Note: hang]; returns the ranks of this node to be killed now.
@@ -385,10 +385,10 @@ class HangWatch:
     def _publish(
         self,
         alarm: int,
-        running: Mapping[int, LocalRank],
+        running: Mapping[int, NodeRank],
         done: Mapping[int, int],
         now: float,
-        signs: Mapping[int, RankSigns],
+        signs: Mapping[int, NodeRankVitals],
     ) -> None:
         """Publish the status of this node's ranks, in a thread: dumps of hanging ranks are slow."""
         ranks = {
@@ -407,7 +407,7 @@ class HangWatch:
             # Ranks that have finished or paused are ahead of all ranks that still run.
             for number, local_rank in done.items():
                 step = self._page.read(local_rank).step
-                own.append(RankStatus(number, step, "end", 0.0, DEFAULT_SECONDS))
+                own.append(NodeRankStatus(number, step, "end", 0.0, DEFAULT_SECONDS))
             self._group.publish(alarm, json.dumps([asdict(status) for status in own]))
 
         threading.Thread(target=work, name="perdure-dumps", daemon=True).start()
@@ -421,7 +421,7 @@ class HangWatch:
             return
         # Evaluated only once: the result appears in the document only after a moment.
         self._evaluated_alarm = alarm
-        by_node = [[RankStatus(**status) for status in json.loads(text)] for text in texts]
+        by_node = [[NodeRankStatus(**status) for status in json.loads(text)] for text in texts]
         statuses = [status for of_node in by_node for status in of_node]
         missing = [
             node
@@ -444,7 +444,9 @@ class HangWatch:
         else:
             self._group.change(end_alarm)
 
-    def _suspects_here(self, state: Membership, progress: Mapping[int, RankProgress]) -> list[int]:
+    def _suspects_here(
+        self, state: Membership, progress: Mapping[int, NodeRankProgress]
+    ) -> list[int]:
         """Returns the suspects on this node, or none if a suspect has moved on. If all ranks wait
         for each other, the only suspect is the first rank of the first node."""
         self._quiet_until = time.monotonic() + REALARM_SECONDS

@@ -7,7 +7,7 @@ memory of the code.
 
 The agent (agent.py) sends one JSON object per message: `{"preload": [module]}`, `{"describe":
 [package, ranks, argument, …]}` (see program.py), `{"spawn": key, "env": {…}}` with the file
-descriptors of the fork (program, standard streams, dumps, recall; see `RankProgram`), and
+descriptors of the fork (program, standard streams, dumps, recall; see `ZygoteProgram`), and
 `{"kill": key}`. The zygote answers "describe" by
 `{"folders": {…}}` and then `{"facts": {…}}`, and "spawn" by `{"started": key, "pid": …}`. It
 reports each ended fork by `{"ended": key, "code": …}`. When the agent ends, so does the zygote, and
@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 from elastic.exits import SIGNALS, handled_signals
 from elastic.node.program import read_facts, read_folders
-from elastic.node.progress import ProgressPage
+from elastic.node.progress import NodeProgressPage
 from elastic.node.vitals import register_dumps
 from elastic.process import die_with_parent, search_path, set_name, tolerate_lost_output
 
@@ -45,7 +45,7 @@ RESERVE = "PERDURE_RESERVE"
 
 
 @dataclass(frozen=True)
-class RankProgram:
+class ZygoteProgram:
     """The program of a rank, sent by its stand-in (standin.py)."""
 
     entry: str
@@ -66,9 +66,9 @@ class RankProgram:
         return descriptor
 
     @staticmethod
-    def unpack(descriptor: int) -> "RankProgram":
+    def unpack(descriptor: int) -> "ZygoteProgram":
         size = os.fstat(descriptor).st_size
-        return RankProgram(**json.loads(os.pread(descriptor, size, 0)))
+        return ZygoteProgram(**json.loads(os.pread(descriptor, size, 0)))
 
 
 def new_program_arguments(descriptor: int, agent: int) -> tuple[list[str], dict[str, str]]:
@@ -80,7 +80,7 @@ def new_program_arguments(descriptor: int, agent: int) -> tuple[list[str], dict[
 def fork(descriptor: int, page: int) -> int:
     """Fork this process, the agent. The child becomes the agent's zygote; returns its process id.
     If the agent has used CUDA, the child executes a new program. `descriptor`: socket to the agent.
-    `page`: descriptor of the `ProgressPage`."""
+    `page`: descriptor of the `NodeProgressPage`."""
     sys.stdout.flush()
     sys.stderr.flush()
     agent, path = os.getpid(), search_path()
@@ -174,7 +174,7 @@ def _handle(
             os.kill(children[message["kill"]], signal.SIGKILL)
     else:
         name = message["spawn"]
-        program = RankProgram.unpack(descriptors[0])
+        program = ZygoteProgram.unpack(descriptors[0])
         _prepare(program)
         zygote = os.getpid()
         pid = os.fork()
@@ -195,7 +195,7 @@ def _preload(module: str) -> None:
         sys.modules.pop(module, None)  # a half-imported module must not stay
 
 
-def _prepare(program: RankProgram) -> None:
+def _prepare(program: ZygoteProgram) -> None:
     module, _, function = program.prepare.partition(":")
     _preload(module)
     with suppress(Exception):
@@ -208,7 +208,7 @@ def _prepare(program: RankProgram) -> None:
 
 
 def _run_rank(
-    program: RankProgram,
+    program: ZygoteProgram,
     environment: Mapping[str, str],
     streams: list[int],
     parent: int,
@@ -272,12 +272,12 @@ SHAREABLE_DEVICES = re.compile("/dev/(null|zero|full|u?random|tty.*|console|ptmx
 class Zygote:
     """The agent's handle of the zygote."""
 
-    page: ProgressPage
+    page: NodeProgressPage
     pid: int
     socket: socket.socket
 
     @staticmethod
-    def start(page: ProgressPage) -> "Zygote":
+    def start(page: NodeProgressPage) -> "Zygote":
         """Start a zygote, which begins to import at once. If possible it is a fork of this process,
         which has imported torch already. Called in a thread that lives as long as the zygote is
         needed."""
@@ -332,11 +332,11 @@ def start_early() -> None:
     """Start the zygote of the agent that this process will create. Called while this process has no
     threads, so that the zygote can be a fork of it."""
     if not _early:
-        _early.append(Zygote.start(ProgressPage.make()))
+        _early.append(Zygote.start(NodeProgressPage.make()))
 
 
 def first_zygote() -> Zygote:
-    return _early.pop() if _early else Zygote.start(ProgressPage.make())
+    return _early.pop() if _early else Zygote.start(NodeProgressPage.make())
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ _WHOLE, _REAL = ("step", "first", "after_last", "line"), ("seconds", "after", "l
 _ABSENT = -math.inf
 """In a column of losses or norms: the line has no such value. No line can hold this number."""
 _DIGEST = 16
-"""Usual number of characters of `StepLine.consumed`."""
+"""Usual number of characters of `LedgerStepLine.consumed`."""
 
 
-class StepLine(NamedTuple):
+class LedgerStepLine(NamedTuple):
     """A line that records an optimizer step."""
 
     step: int
@@ -39,7 +39,7 @@ class StepLine(NamedTuple):
     consumed: str | None = None
 
 
-class StepLines(Sequence[StepLine]):
+class LedgerStepLines(Sequence[LedgerStepLine]):
     """The step lines of an attempt, in the order of the file."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class StepLines(Sequence[StepLine]):
         self.highest = -1
         """The highest step; -1: there is no line."""
 
-    def append(self, one: StepLine) -> None:
+    def append(self, one: LedgerStepLine) -> None:
         """Add a step line. Raises OverflowError if a number has more than 64 bits."""
         if max(abs(one.first), abs(one.after_last), one.step) >= 1 << 63:
             raise OverflowError("a number that no run writes")
@@ -90,16 +90,16 @@ class StepLines(Sequence[StepLine]):
         return len(self._columns["step"])
 
     @overload
-    def __getitem__(self, index: int) -> StepLine: ...
+    def __getitem__(self, index: int) -> LedgerStepLine: ...
     @overload
-    def __getitem__(self, index: slice) -> list[StepLine]: ...
-    def __getitem__(self, index: int | slice) -> StepLine | list[StepLine]:
+    def __getitem__(self, index: slice) -> list[LedgerStepLine]: ...
+    def __getitem__(self, index: int | slice) -> LedgerStepLine | list[LedgerStepLine]:
         if isinstance(index, slice):
             return [self[one] for one in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         of = self._columns
         loss, norm = of["loss"][index], of["norm"][index]
-        return StepLine(
+        return LedgerStepLine(
             int(of["step"][index]), int(of["first"][index]), int(of["after_last"][index]),
             of["seconds"][index], of["after"][index], self._skipped.get(index, ""),
             int(of["line"][index]), None if loss == _ABSENT else loss,
@@ -110,14 +110,14 @@ class StepLines(Sequence[StepLine]):
         digest = self._digests[_DIGEST * index : _DIGEST * (index + 1)].decode()
         return digest if digest[0] != "\0" else self._other_digests.get(index)
 
-    def __iter__(self) -> Iterator[StepLine]:
+    def __iter__(self) -> Iterator[LedgerStepLine]:
         return (self[index] for index in range(len(self)))
 
     def column(self, name: str) -> np.ndarray:
         """Returns a copy of a column, as int64 or float64."""
         return np.array(self._columns[name])
 
-    def skipped(self) -> list[StepLine]:
+    def skipped(self) -> list[LedgerStepLine]:
         return [self[index] for index in self._skipped]
 
     def lack(self, name: str) -> bool:
@@ -128,7 +128,7 @@ class StepLines(Sequence[StepLine]):
             return int((digests == 0).sum()) > len(self._other_digests)
         return name not in _REAL or bool((self.column(name) == _ABSENT).any())
 
-    def find(self, number: int) -> StepLine | None:
+    def find(self, number: int) -> LedgerStepLine | None:
         numbers = self._columns["step"]
         if not numbers:
             return None
@@ -140,7 +140,7 @@ class StepLines(Sequence[StepLine]):
         except (ValueError, OverflowError):
             return None
 
-    def beyond(self, number: int) -> StepLine | None:
+    def beyond(self, number: int) -> LedgerStepLine | None:
         if self.highest <= number:
             return None
         return self[int((self.column("step") > number).argmax())]
@@ -191,7 +191,7 @@ class StepLines(Sequence[StepLine]):
         self.highest = max(self._columns["step"], default=-1)
 
 
-class RollbackLine(NamedTuple):
+class LedgerRollbackLine(NamedTuple):
     """A line that records a roll-back."""
 
     step: int
@@ -205,7 +205,7 @@ class RollbackLine(NamedTuple):
 
 
 @dataclass
-class Attempt:
+class RecordedAttempt:
     """An attempt: one start of training processes, with the lines that it wrote to the ledger. Its
     Unix times are never before those of earlier attempts: intervals between attempts on one machine
     that was not restarted are measured by its monotonic clock, others by the wall clock, where an
@@ -215,12 +215,12 @@ class Attempt:
     """Number of the attempt in the ledger, from 1."""
     start: StartLine
     line: int
-    steps: StepLines = field(default_factory=StepLines)
+    steps: LedgerStepLines = field(default_factory=LedgerStepLines)
     saves: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     validations: dict[int, Mapping[str, float | None]] = field(default_factory=dict)
     """Step → name → mean over the validation set after the step; None: the mean was not finite."""
-    rollbacks: list[RollbackLine] = field(default_factory=list)
+    rollbacks: list[LedgerRollbackLine] = field(default_factory=list)
     end: dict[str, Any] | None = None
     phases: dict[str, float] = field(default_factory=dict)
     began: float = 0.0
@@ -231,7 +231,7 @@ class Attempt:
     """Time of the last line."""
     written: float = 0.0
     """Seconds from the start line to the last line."""
-    parent: "Attempt | None" = None
+    parent: "RecordedAttempt | None" = None
     """Attempt whose state was loaded; None: fresh weights, or no attempt computed the loaded
     step."""
     unrecorded: int = 0
@@ -242,7 +242,8 @@ class Attempt:
         return self.steps.highest if self.steps else self.start.step
 
     def settle(self) -> None:
-        """Compute `written` and `RollbackLine.after_step`, once all step lines have been read."""
+        """Compute `written` and `LedgerRollbackLine.after_step`, once all step lines have been
+        read."""
         number, line = self.steps.column("step"), self.steps.column("line")
         self.written = max(self.written, float(self.steps.column("after").max(initial=0.0)))
         self.rollbacks = [

@@ -22,8 +22,8 @@ from elastic.exits import (
     EXIT_PAUSED,
     EXIT_REQUEUE,
 )
-from elastic.record.attempt import Attempt
-from elastic.record.history import History
+from elastic.record.attempt import RecordedAttempt
+from elastic.record.history import RecordHistory
 from elastic.record.reliability import failed_at
 
 Kind = Literal[
@@ -58,7 +58,7 @@ class _AttemptEnd:
         return self.kind not in WANTED
 
 
-def ending(history: History, attempt: Attempt) -> _AttemptEnd:
+def ending(history: RecordHistory, attempt: RecordedAttempt) -> _AttemptEnd:
     """Returns how an attempt of a run ended, as far as the ledger shows."""
     following = history.next(attempt)
     # The failure that the agents recorded tells more than the end line of one rank.
@@ -146,7 +146,7 @@ def _of_error(who: str, error: str, why: str) -> tuple[Kind, str]:
     return "error", f"{who} ended with {why}, and reported no error; see its output"
 
 
-def _of_end(attempt: Attempt, following: Attempt | None) -> tuple[Kind, str]:
+def _of_end(attempt: RecordedAttempt, following: RecordedAttempt | None) -> tuple[Kind, str]:
     assert attempt.end
     code, reason = attempt.end["code"], str(attempt.end["reason"])
     if code == EXIT_DONE:
@@ -180,7 +180,7 @@ def _hang(who: str, reason: str) -> str:
     return f"{who} hung, and all others waited for it{where}"
 
 
-def _evidence(cause: Mapping[str, Any], following: Attempt) -> tuple[tuple[str, str], ...]:
+def _evidence(cause: Mapping[str, Any], following: RecordedAttempt) -> tuple[tuple[str, str], ...]:
     step, why = cause.get("step"), str(cause.get("why") or "failed")
     shown = [("as recorded", why)]
     if cause.get("evidence"):

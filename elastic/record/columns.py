@@ -46,7 +46,7 @@ _DIVISORS = np.array([float(10**power) for power in range(_EXACT + 1)])
 
 
 @dataclass(frozen=True)
-class LineShape:
+class RecordLineShape:
     """See [Note: shapes]."""
 
     literals: tuple[bytes, ...]
@@ -54,15 +54,17 @@ class LineShape:
     kinds: tuple[Kind, ...]
 
     @staticmethod
-    def of(line: bytes, spans: Sequence[tuple[int, int]], kinds: Sequence[Kind]) -> "LineShape":
+    def of(
+        line: bytes, spans: Sequence[tuple[int, int]], kinds: Sequence[Kind]
+    ) -> "RecordLineShape":
         """Return the shape of a line whose values are at (begin, end), in order."""
         ends = [0, *(end for _, end in spans)]
         begins = [*(begin for begin, _ in spans), len(line)]
         literals = tuple(line[end:begin] for end, begin in zip(ends, begins, strict=True))
-        return LineShape(literals, tuple(kinds))
+        return RecordLineShape(literals, tuple(kinds))
 
 
-class LineBlock:
+class RecordLineBlock:
     """Lines, each with its newline."""
 
     def __init__(self, text: bytes) -> None:
@@ -94,7 +96,7 @@ class LineBlock:
         """Return the first line among those with the most frequent number of commas."""
         return self.line(int((self._commas == np.bincount(self._commas).argmax()).argmax()))
 
-    def columns(self, shape: LineShape) -> tuple[np.ndarray, list[np.ndarray]]:
+    def columns(self, shape: RecordLineShape) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return the indices of the lines that have a shape, and their values: a column of int64
         (whole), of float64 (number, fraction), or of characters for each of its values."""
         commas = [literal.count(b",") for literal in shape.literals]

@@ -20,10 +20,10 @@ import numpy as np
 
 from elastic.exits import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, EXIT_REQUEUE
 from elastic.node.files import open_to_read
-from elastic.record.attempt import Attempt, RollbackLine, StepLine
-from elastic.record.columns import BLOCK_BYTES, FEWEST, Kind, LineBlock, LineShape
+from elastic.record.attempt import LedgerRollbackLine, LedgerStepLine, RecordedAttempt
+from elastic.record.columns import BLOCK_BYTES, FEWEST, Kind, RecordLineBlock, RecordLineShape
 from elastic.record.ledger import LEDGER, StartLine
-from elastic.record.lines import WrongValueError, read_line
+from elastic.record.lines import RecordValueError, read_line
 from elastic.record.proof import problems_of
 
 PLANNED = (EXIT_DONE, EXIT_REQUEUE, EXIT_PAUSED, EXIT_INTERRUPTED)
@@ -34,10 +34,10 @@ class LedgerError(Exception):
 
 
 @dataclass(frozen=True)
-class History:
+class RecordHistory:
     """All attempts of a ledger, and the contradictions in it."""
 
-    attempts: list[Attempt]
+    attempts: list[RecordedAttempt]
     problems: list[str]
     """Contradictions to the claim that every sequence was consumed exactly once."""
     kept: dict[int, int]
@@ -64,7 +64,7 @@ class History:
         starts = {attempt.start.attempt: attempt.start for attempt in self.attempts}
         return lineage_of(starts, self.attempts[-1].start.attempt)
 
-    def survives(self, attempt: Attempt, step: StepLine) -> bool:
+    def survives(self, attempt: RecordedAttempt, step: LedgerStepLine) -> bool:
         return step.step <= self.kept.get(attempt.number, -1)
 
     def taken_back(self) -> list[tuple[int, int]]:
@@ -77,7 +77,7 @@ class History:
             if item.step <= self.kept.get(attempt.number, -1)
         ]
 
-    def failed(self, attempt: Attempt) -> str | None:
+    def failed(self, attempt: RecordedAttempt) -> str | None:
         following = self.next(attempt)
         if following and following.start.cause is not None:
             return describe_failure(following.start.cause)
@@ -85,7 +85,7 @@ class History:
             return None if attempt.end["code"] in PLANNED else str(attempt.end["reason"])
         return "ended without a recorded cause" if following else None
 
-    def next(self, attempt: Attempt) -> Attempt | None:
+    def next(self, attempt: RecordedAttempt) -> RecordedAttempt | None:
         return self.attempts[attempt.number] if attempt.number < len(self.attempts) else None
 
     def summary(self) -> str:
@@ -103,7 +103,7 @@ def describe_failure(cause: Mapping[str, Any]) -> str:
     return ": ".join(filter(None, [culprit, str(cause.get("why", "failed"))]))
 
 
-def read_history(path: str | Path) -> History:
+def read_history(path: str | Path) -> RecordHistory:
     """Read a ledger. `path`: path of the ledger or of the run directory.
 
     Raises:
@@ -125,11 +125,11 @@ class LedgerReader:
         """Inode of the file, and the numbers of its bytes and lines that have been read."""
         self.others: list[tuple[int, bytes]] = []
         """(line number, line) of all lines that are not step lines."""
-        self.attempts: list[Attempt] = []
+        self.attempts: list[RecordedAttempt] = []
         self._torn: list[str] = []
         """Problems of single lines, such as torn lines."""
 
-    def read(self, *, whole: bool = False) -> History:
+    def read(self, *, whole: bool = False) -> RecordHistory:
         """Returns the history so far. Reads only lines that are new since the last call. `whole`:
         also read a last line without a newline, after which no call may follow. Raises LedgerError
         as `read_history` does."""
@@ -142,7 +142,7 @@ class LedgerReader:
                 file.seek(self.offset)
                 while text := file.read(BLOCK_BYTES) + file.readline():
                     end = text.rfind(b"\n") + 1
-                    self._take_all(LineBlock(text[:end]))
+                    self._take_all(RecordLineBlock(text[:end]))
                     self.offset += end
                     if end < len(text):  # a line is being written
                         if whole:
@@ -160,7 +160,7 @@ class LedgerReader:
             )
         _set_times(self.attempts)
         problems = [*self._torn, *problems_of(self.attempts)]
-        return History(list(self.attempts), problems, _kept(self.attempts))
+        return RecordHistory(list(self.attempts), problems, _kept(self.attempts))
 
     def take(self, line: bytes, number: int) -> None:
         """Add a line to its attempt. Torn lines are skipped, as the proof notices missing steps."""
@@ -169,7 +169,7 @@ class LedgerReader:
         ):
             self.others.append((number, line))
 
-    def _take_all(self, block: LineBlock) -> None:
+    def _take_all(self, block: RecordLineBlock) -> None:
         """Add all lines of a block, in order."""
         usual, columns = _usual_steps(block)
         columns["line"] = usual + self.number + 1
@@ -208,12 +208,14 @@ _LONGEST = 1e9
 """Seconds from which on a step line is checked on its own."""
 
 
-def _usual_steps(block: LineBlock) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _usual_steps(block: RecordLineBlock) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return the indices of the lines that are as the typical line of the block, if this is a step
     line of the usual form, and the fields of these lines by name."""
     if len(block) >= FEWEST and (found := _STEP.fullmatch(line := block.typical())):
         names = [name for name, text in found.groupdict().items() if text]
-        shape = LineShape.of(line, [found.span(name) for name in names], [_KINDS[n] for n in names])
+        shape = RecordLineShape.of(
+            line, [found.span(name) for name in names], [_KINDS[n] for n in names]
+        )
         indices, values = block.columns(shape)
         columns = dict(zip(names, values, strict=True))
         fine = np.ones(len(indices), bool)
@@ -223,7 +225,7 @@ def _usual_steps(block: LineBlock) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     return np.zeros(0, np.int64), {}
 
 
-def _take_steps(columns: Mapping[str, np.ndarray], attempts: list[Attempt]) -> bool:
+def _take_steps(columns: Mapping[str, np.ndarray], attempts: list[RecordedAttempt]) -> bool:
     """Add step lines to the newest attempt; returns whether all are of that attempt, else none is
     added."""
     name = attempts[-1].start.attempt if attempts else ""
@@ -234,7 +236,7 @@ def _take_steps(columns: Mapping[str, np.ndarray], attempts: list[Attempt]) -> b
     return True
 
 
-def _take_step(line: bytes, number: int, attempts: list[Attempt]) -> bool:
+def _take_step(line: bytes, number: int, attempts: list[RecordedAttempt]) -> bool:
     """Add a line of the usual form to the newest attempt; returns whether it was added."""
     found = _STEP.fullmatch(line)
     if not found or not attempts:
@@ -247,7 +249,7 @@ def _take_step(line: bytes, number: int, attempts: list[Attempt]) -> bool:
         return False
     lasted = float(after)
     attempt.steps.append(
-        StepLine(
+        LedgerStepLine(
             int(step), int(first), int(after_last), float(seconds), lasted, "", number,
             None if loss is None else float(loss),
             None if norm is None else float.fromhex(f"0x1.{norm.decode()}"),
@@ -258,7 +260,7 @@ def _take_step(line: bytes, number: int, attempts: list[Attempt]) -> bool:
     return True
 
 
-def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]) -> str:
+def _take(line: bytes, number: int, attempts: list[RecordedAttempt], problems: list[str]) -> str:
     """Add a line that `_take_step` has not added to its attempt; returns the line's kind, or "" if
     it is skipped."""
     try:
@@ -266,7 +268,9 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
         kind = values.pop("kind")
         if kind == "start":
             start = _start(values)
-            attempts.append(Attempt(len(attempts) + 1, start, number, phases=dict(start.phases)))
+            attempts.append(
+                RecordedAttempt(len(attempts) + 1, start, number, phases=dict(start.phases))
+            )
             return str(kind)
         name, after = str(values.pop("attempt")), float(values["after"])
         attempt = next((one for one in reversed(attempts) if one.start.attempt == name), None)
@@ -287,14 +291,16 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
                     f"({values['why']}), but is not marked as skipped"
                 )
             attempt.steps.append(
-                StepLine(
+                LedgerStepLine(
                     int(values["step"]), first, after_last, float(values["seconds"]), after,
                     why, number, loss, norm, values.get("consumed"),
                 )
             )  # fmt: skip
         elif kind == "rollback":
             step, to, source = int(values["step"]), int(values["to"]), str(values["source"])
-            attempt.rollbacks.append(RollbackLine(step, to, source, attempt.last_step, number))
+            attempt.rollbacks.append(
+                LedgerRollbackLine(step, to, source, attempt.last_step, number)
+            )
         elif kind == "save":
             numbers = {"step": int(values["step"]), "seconds": float(values["seconds"])}
             attempt.saves.append({**values, **numbers, "line": number})
@@ -309,7 +315,7 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
             attempt.end = {**values, **numbers, "reason": values["reason"]}
         attempt.written = max(attempt.written, after)
         return str(kind)
-    except WrongValueError as error:
+    except RecordValueError as error:
         problems.append(f"line {number}: {error}")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         pass
@@ -395,8 +401,8 @@ def _start(values: Mapping[str, Any]) -> StartLine:
     return start
 
 
-def _set_times(attempts: list[Attempt]) -> None:
-    before: Attempt | None = None
+def _set_times(attempts: list[RecordedAttempt]) -> None:
+    before: RecordedAttempt | None = None
     for attempt in attempts:
         start = attempt.start
         attempt.loaded = start.at
@@ -412,9 +418,9 @@ def _set_times(attempts: list[Attempt]) -> None:
         before = attempt
 
 
-def _kept(attempts: list[Attempt]) -> dict[int, int]:
+def _kept(attempts: list[RecordedAttempt]) -> dict[int, int]:
     kept: dict[int, int] = {}
-    attempt: Attempt | None = attempts[-1]
+    attempt: RecordedAttempt | None = attempts[-1]
     newest = attempts[-1].last_step
     while attempt:
         kept[attempt.number] = newest

@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from elastic.exits import EXIT_FAILED, EXIT_INTERRUPTED
-from elastic.node.recall import AttemptRecalled
+from elastic.node.recall import NodeRecall
 from elastic.process import boot_id, plain_text
-from elastic.record.lines import LineFile, last_lines
+from elastic.record.lines import RecordFile, last_lines
 
 LEDGER = "ledger.jsonl"
 """File name in the run directory."""
@@ -103,7 +103,7 @@ class StartLine:
 
 
 class Ledger:
-    """Writes the ledger of a run; a context manager on rank 0. See `LineFile` for a full disk.
+    """Writes the ledger of a run; a context manager on rank 0. See `RecordFile` for a full disk.
 
     [Note: unwritten lines] A state must not outlive the lines that prove its steps. So `unwritten`
     is saved with every state. An attempt that continues from that state passes these lines to its
@@ -129,7 +129,7 @@ class Ledger:
         self.reached = max(_newest_step(last_lines(path)), _newest_step(unwritten))
         """Newest step that earlier attempts recorded."""
         self._start, self._also = start, also
-        self._lines = LineFile(path, unwritten, trusted)
+        self._lines = RecordFile(path, unwritten, trusted)
         self._step = start.step
         self._skipped: list[int] = []
         self._rollbacks: list[int] = []
@@ -237,7 +237,7 @@ class Ledger:
     def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
         if kind is KeyboardInterrupt:
             self.end(EXIT_INTERRUPTED, "interrupted")
-        elif kind is not None and kind is not AttemptRecalled:  # the next attempt records the cause
+        elif kind is not None and kind is not NodeRecall:  # the next attempt records the cause
             self.end(EXIT_FAILED, f"{kind.__name__}: {plain_text(error)}"[:500])
         self._lines.close()
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 BATCH = 256
 
 
-class LineFile:
+class RecordFile:
     """Appends to a file of lines, created if missing. Each line is passed to the operating system
     at once, so it survives the death of this process. Lines that cannot be written, as the disk is
     full or missing, wait in memory, in order. `waiting`: lines of an earlier process, to be written
@@ -109,13 +109,13 @@ _HEXADECIMAL = re.compile(r"-?0x[01](\.[0-9a-f]{1,13})?p[+-]\d{1,4}|inf|nan")
 _DIGEST = re.compile(r"[0-9a-f]{9,128}")
 
 
-class WrongValueError(ValueError):
+class RecordValueError(ValueError):
     """A complete line with a value that no run would write."""
 
 
 def read_line(line: bytes | str) -> dict[str, Any]:
     """Parse a line of a ledger, and check the fields that readers compute with. Raises
-    WrongValueError if a field has a value that no run would write, and any other ValueError if the
+    RecordValueError if a field has a value that no run would write, and any other ValueError if the
     line is torn or no line of a ledger."""
     values = _object(line)
     kind = values.get("kind")
@@ -123,7 +123,7 @@ def read_line(line: bytes | str) -> dict[str, Any]:
         raise ValueError("the line has no kind")
     for name, fits in _FIELDS.get(kind, {}).items():
         if name in values and not fits(values[name]):
-            raise WrongValueError(f"a {kind} line with a wrong {name}")
+            raise RecordValueError(f"a {kind} line with a wrong {name}")
     return values
 
 

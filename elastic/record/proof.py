@@ -4,7 +4,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from elastic.record.attempt import Attempt, RollbackLine, StepLine
+from elastic.record.attempt import LedgerRollbackLine, LedgerStepLine, RecordedAttempt
 
 UNRECORDED_STEPS = 3
 """Largest number of steps that a killed process may have completed without writing their lines."""
@@ -13,7 +13,7 @@ UNRECORDED_SECONDS = 60.0
 after 30 s."""
 
 
-def problems_of(attempts: list[Attempt]) -> Iterator[str]:
+def problems_of(attempts: list[RecordedAttempt]) -> Iterator[str]:
     """Set the parent of every attempt, and yield the contradictions in the ledger."""
     for attempt in attempts:
         earlier = attempts[: attempt.number - 1]
@@ -23,7 +23,7 @@ def problems_of(attempts: list[Attempt]) -> Iterator[str]:
         yield from _verdicts(attempt)
 
 
-def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
+def _link(attempt: RecordedAttempt, earlier: list[RecordedAttempt]) -> Iterator[str]:
     """Set `attempt.parent` to the earlier attempt that computed the step which `attempt` loaded. It
     stays None for fresh weights, or if no attempt computed it. Yield contradictions."""
     start = attempt.start
@@ -82,7 +82,9 @@ def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
         )
 
 
-def _guessed_parent(attempt: Attempt, earlier: list[Attempt]) -> Attempt | None:
+def _guessed_parent(
+    attempt: RecordedAttempt, earlier: list[RecordedAttempt]
+) -> RecordedAttempt | None:
     """Returns the attempt that probably computed the step which `attempt` loaded, for ledgers of
     older versions, whose start lines name no parent."""
     start = attempt.start
@@ -98,7 +100,7 @@ def _guessed_parent(attempt: Attempt, earlier: list[Attempt]) -> Attempt | None:
     return parent
 
 
-def _cursor(attempt: Attempt, number: int) -> int | None:
+def _cursor(attempt: RecordedAttempt, number: int) -> int | None:
     """Returns the number of sequences consumed up to the end of step `number`, if recorded."""
     if number == attempt.start.step:
         return attempt.start.sequences
@@ -106,7 +108,7 @@ def _cursor(attempt: Attempt, number: int) -> int | None:
     return step.after_last if step else None
 
 
-def _may_be_unrecorded(parent: Attempt, attempt: Attempt) -> bool:
+def _may_be_unrecorded(parent: RecordedAttempt, attempt: RecordedAttempt) -> bool:
     """Whether `parent` may have computed the steps between its last step line and the loaded step,
     although their lines were lost: they are few, and the number of sequences is right."""
     missing = attempt.start.step - parent.last_step
@@ -120,7 +122,7 @@ def _may_be_unrecorded(parent: Attempt, attempt: Attempt) -> bool:
     return missing <= allowed
 
 
-def _gaps(attempt: Attempt) -> Iterator[str]:
+def _gaps(attempt: RecordedAttempt) -> Iterator[str]:
     number, cursor = attempt.start.step, attempt.start.sequences
     if attempt.steps.consecutive(number, cursor, attempt.start.global_batch):
         return
@@ -142,7 +144,7 @@ def _gaps(attempt: Attempt) -> Iterator[str]:
         number, cursor = step.step, step.after_last
 
 
-def _verdicts(attempt: Attempt) -> Iterator[str]:
+def _verdicts(attempt: RecordedAttempt) -> Iterator[str]:
     start, counted = attempt.start, attempt.start.skipped is not None
     plain = attempt.steps.finite() and not any(map(attempt.steps.lack, start.records))
     for step in () if plain else attempt.steps:
@@ -169,7 +171,7 @@ def _verdicts(attempt: Attempt) -> Iterator[str]:
     yield from _counters(attempt)
 
 
-def _counters(attempt: Attempt) -> Iterator[str]:
+def _counters(attempt: RecordedAttempt) -> Iterator[str]:
     start, parent = attempt.start, attempt.parent
     for name, what in (("skipped", "steps skipped"), ("rollbacks", "roll-backs")):
         began, before = getattr(start, name), None
@@ -199,17 +201,17 @@ def _counters(attempt: Attempt) -> Iterator[str]:
         yield f"attempt {attempt.number} {what} step {step}, but its record ends at step {last}"
 
 
-def _count(attempt: Attempt, name: str, step: int, line: int) -> int:
+def _count(attempt: RecordedAttempt, name: str, step: int, line: int) -> int:
     """Returns the number of skipped steps (`name` is "skipped") or roll-backs up to `step`, counted
     in the lines before line number `line`."""
     skipped = name == "skipped"
-    marked: Sequence[StepLine | RollbackLine] = (
+    marked: Sequence[LedgerStepLine | LedgerRollbackLine] = (
         attempt.steps.skipped() if skipped else attempt.rollbacks
     )
     return sum(item.step <= step and item.line < line for item in marked)
 
 
-def _name(attempt: Attempt) -> str:
+def _name(attempt: RecordedAttempt) -> str:
     return f"attempt {attempt.number} (line {attempt.line})"
 
 

@@ -13,8 +13,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from elastic.exits import EXIT_PAUSED
-from elastic.record.attempt import Attempt
-from elastic.record.history import History
+from elastic.record.attempt import RecordedAttempt
+from elastic.record.history import RecordHistory
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Goodput:
         return self.kept / up if up else 0.0
 
 
-def goodput(history: History) -> Goodput:
+def goodput(history: RecordHistory) -> Goodput:
     attempts = history.attempts
     kept = redone = skipped = stalled = between = 0.0
     starting: dict[str, float] = {}
@@ -75,7 +75,7 @@ def goodput(history: History) -> Goodput:
     return Goodput(wall, kept, redone, skipped, starting, stalled, between, idle)
 
 
-def idle_spans(history: History) -> list[tuple[float, float]]:
+def idle_spans(history: RecordHistory) -> list[tuple[float, float]]:
     """Returns (begin, end), in Unix time, of each pause between two attempts that had no failure
     and no change of nodes as its cause."""
     return [
@@ -85,7 +85,7 @@ def idle_spans(history: History) -> list[tuple[float, float]]:
     ]
 
 
-def failed_at(before: Attempt, after: Attempt) -> float:
+def failed_at(before: RecordedAttempt, after: RecordedAttempt) -> float:
     """Returns the Unix time of the failure between two attempts. The recorded time may be by the
     clock of another machine, so it is limited to the time between the attempts."""
     cause = after.start.cause or {}
@@ -108,7 +108,7 @@ class Reliability:
     """Number of the attempt after a failure → seconds from the failure to its first new step."""
 
 
-def reliability(history: History) -> Reliability:
+def reliability(history: RecordHistory) -> Reliability:
     """Count the failures of a run, and measure the time until each was recovered."""
     attempts = history.attempts
     failures = sum(history.failed(attempt) is not None for attempt in attempts)
@@ -136,7 +136,7 @@ def reliability(history: History) -> Reliability:
     return Reliability(failures, node_seconds, mtbf, mttr, recoveries)
 
 
-def time_in_steps(history: History, attempt: Attempt) -> tuple[float, float, float]:
+def time_in_steps(history: RecordHistory, attempt: RecordedAttempt) -> tuple[float, float, float]:
     """Returns the seconds in steps of an attempt: (kept in the newest weights, skipped or rolled
     back, computed again by a later attempt)."""
     number, seconds = attempt.steps.column("step"), attempt.steps.column("seconds")
@@ -149,18 +149,18 @@ def time_in_steps(history: History, attempt: Attempt) -> tuple[float, float, flo
     return good, bad, float(seconds[~lasting].sum())
 
 
-def _regrouped(attempt: Attempt) -> bool:
+def _regrouped(attempt: RecordedAttempt) -> bool:
     """Whether the attempt ended with a pause, such as for a change of nodes; the job then
     continues."""
     return attempt.end is not None and attempt.end["code"] == EXIT_PAUSED
 
 
-def _first_step_began(attempt: Attempt) -> float:
+def _first_step_began(attempt: RecordedAttempt) -> float:
     first = attempt.steps[0]
     return max(attempt.began, attempt.loaded + first.after - first.seconds)
 
 
-def startup(attempt: Attempt) -> dict[str, float]:
+def startup(attempt: RecordedAttempt) -> dict[str, float]:
     """Returns phase → seconds, from the beginning of an attempt to its first step; "other" is the
     remainder. An attempt never begins before the last line of the previous one, so phases that
     reach further back are shortened."""

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from elastic.record.attempt import Attempt
+from elastic.record.attempt import RecordedAttempt
 from elastic.record.causes import Kind, ending
-from elastic.record.history import History
+from elastic.record.history import RecordHistory
 from lab.chaos.plan import LASTING, Fault, What
 
 NAMES: Mapping[What, tuple[Kind, ...]] = {
@@ -53,7 +53,7 @@ class CauseCheck:
         return "\n".join([text, *(f"  not {line}" for line in self.wrong)])
 
 
-def check_names(history: History, faults: Sequence[tuple[Fault, float]]) -> CauseCheck:
+def check_names(history: RecordHistory, faults: Sequence[tuple[Fault, float]]) -> CauseCheck:
     """Compare the causes in the ledger for ended attempts with the injected faults.
 
     Args:
@@ -73,7 +73,7 @@ def check_names(history: History, faults: Sequence[tuple[Fault, float]]) -> Caus
 
 
 def _possible(
-    before: Attempt, after: Attempt, faults: Iterable[tuple[Fault, float]]
+    before: RecordedAttempt, after: RecordedAttempt, faults: Iterable[tuple[Fault, float]]
 ) -> Iterable[Kind]:
     for fault, came in faults:
         if came > after.loaded:

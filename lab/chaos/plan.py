@@ -25,7 +25,7 @@ from pydantic import ConfigDict
 
 from trainer.recipe.checking import checked
 from trainer.recipe.value_types import Amount, Count, Positive
-from trainer.recipe.yaml_tree import Key, Origins, Problem, RecipeError, listed, origin_of
+from trainer.recipe.yaml_tree import Key, Origins, RecipeError, RecipeProblem, listed, origin_of
 
 What = Literal[
     "kill_worker",
@@ -176,11 +176,11 @@ def read_plan(
     Raises:
         RecipeError: a line for each problem, with file, line, key and remedy.
     """
-    problems: list[Problem] = []
+    problems: list[RecipeProblem] = []
     plan = checked(FaultPlan, tree, origins, file, problems, set())
     if plan and not problems:
         for key, what in _problems(plan, partitions):
-            problems.append(Problem(origin_of(key, origins, file), key, what))
+            problems.append(RecipeProblem(origin_of(key, origins, file), key, what))
     if problems or not plan:
         raise RecipeError(listed(problems, origins))
     if plan.random is None:

@@ -39,7 +39,7 @@ from lab.chaos.plan import Fault, FaultPlan
 from lab.local_nodes import Launch, LocalNodes, start_python
 from trainer.parallel.mesh import replica_ranks
 from trainer.recipe import RecipeError, load_recipe
-from trainer.recipe.sections import Strategy
+from trainer.recipe.sections import StrategySection
 from trainer.recipe.strategies import MODEL_PARALLEL
 from trainer.run.preflight import check_launch
 from trainer.tools.report.report import check, read_metrics
@@ -47,7 +47,7 @@ from trainer.tools.report.report import check, read_metrics
 NODE = ("trainer.cli", "train")
 GONE_SECONDS = 5.0
 ALONE = tuple(
-    f"strategy.{key}={json.dumps(getattr(Strategy(), key))}"
+    f"strategy.{key}={json.dumps(getattr(StrategySection(), key))}"
     for module in MODEL_PARALLEL
     for key in module.KEYS
 )

@@ -20,7 +20,7 @@ from checkpointing import (
     load_model,
 )
 from checkpointing.format.bits import digest_and_finite
-from checkpointing.format.sections import NumberSummary
+from checkpointing.format.sections import SectionNumbers
 from tests.checkpointing.worlds import STRATEGIES, run_ranks, spread, whole_state
 
 FINITE = {"w"}
@@ -134,7 +134,7 @@ def test_every_rank_hears_of_it_and_digests_are_of_the_state_not_of_the_world(tm
         told[strategy] = heard[0][:2]
     assert len(set(told.values())) == 1, told
     for section, digest in zip(("model", "optimizer"), told["rows-3"], strict=True):
-        total = NumberSummary()
+        total = SectionNumbers()
         where = tmp_path / "rows-3" / "step-00000001"
         for file in where.rglob(f"{section}-*.safetensors"):
             for name, tensor in load_file(file).items():
@@ -143,7 +143,7 @@ def test_every_rank_hears_of_it_and_digests_are_of_the_state_not_of_the_world(tm
                 bits = bits.reshape(tensor.shape)
                 origin = (0,) * tensor.ndim
                 full = f"{section}/{name}"
-                total += NumberSummary(digest_and_finite(full, "", tensor.shape, origin, bits)[0])
+                total += SectionNumbers(digest_and_finite(full, "", tensor.shape, origin, bits)[0])
         assert f"{total.weights:016x}" == digest
 
 

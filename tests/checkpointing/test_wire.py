@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from checkpointing import wire
 from checkpointing.errors import DamagedCheckpoint, RankFailure, StorageError, explain
 from checkpointing.format.layout import TensorMeta
-from checkpointing.format.plan import Split, TensorLayout, TensorSpec
+from checkpointing.format.plan import TensorLayout, TensorSpec, TensorSplit
 from checkpointing.format.sections import plan_input
 from checkpointing.options import CheckpointOptions
 from checkpointing.save import messages as msg
 from checkpointing.save.messages import Manifest
-from checkpointing.save.slots import Slots
+from checkpointing.save.slots import SaveSlots
 from checkpointing.storage.object_storage import NewObjectStep
 from checkpointing.storage.place import ObjectPath
 from checkpointing.storage.posix_storage import NewPosixStep
 from checkpointing.wire import MAX_NESTING, WireError, pack, unpack
 
-LAYOUT = TensorLayout((0, 1, 2, 3), (2, 2), (Split(None), Split(0, 2)))
+LAYOUT = TensorLayout((0, 1, 2, 3), (2, 2), (TensorSplit(None), TensorSplit(0, 2)))
 SPECS = {"w": TensorSpec(TensorMeta("F32", (4, 2)), (LAYOUT,))}
 MANIFEST = Manifest("a", 5, None, "d", 0, 2, {"f": [(0, 4), (8, 12)]}, {"f": [7, 9]}, "{}")
 KEY = (5, 3)
@@ -58,7 +58,7 @@ MESSAGES = [
     msg.WriteGrant(KEY, 0, WORK, OBJECTS, 1e6), msg.StopWriting(KEY),
     msg.CopySlot(1, KEY, 0, MANIFEST), msg.SaveEnded(KEY, OUTCOME), msg.AllClosed(),
     msg.EndWriter(),
-    msg.SlotsMade("d", Slots([{"f": "/dev/shm/f"}], 4, "", True)), msg.NoSlots("why"),
+    msg.SlotsMade("d", SaveSlots([{"f": "/dev/shm/f"}], 4, "", True)), msg.NoSlots("why"),
     msg.StageInto(KEY, 1), msg.Fetch(msg.SlotInUse(1, KEY), "f", [(0, 4)]),
     msg.Fetch(msg.LeftoverAddress("/dev/shm/x"), "f", []),
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 from checkpointing.storage.place import ObjectPath
 from checkpointing.tools.diff import diff
 from elastic.record.history import read_history
-from trainer.run.parts import LINES, PartsReader, parts_of
+from trainer.run.parts import LINES, RunPartsReader, parts_of
 from trainer.run.terms import TERMS, newest_term
 from trainer.tools.mirror import local_runs
 from trainer.tools.report.report import check, read_metrics
@@ -45,7 +45,7 @@ def main(url: str, directory: str, steps: int) -> None:
     assert not warnings, warnings  # parts left out
     print(
         f"{len(history.attempts)} attempts of {newest_term(run)} {TERMS}, "
-        f"{len(PartsReader(run).lines())} {LINES}, {found.identical} tensors bitwise equal"
+        f"{len(RunPartsReader(run).lines())} {LINES}, {found.identical} tensors bitwise equal"
     )
 
 

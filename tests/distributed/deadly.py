@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.callback import on_compile_start
 from torch.nn.modules.module import register_module_forward_hook
 
-from checkpointing.save.staging import Staging
+from checkpointing.save.staging import SaveStaging
 from tests.distributed.jobs import wait_for_memory
 
 Kills = dict[str, list[tuple[int, int, str]]]
@@ -41,7 +41,7 @@ def schedule(steps: int, lr: float, run: str, kills: Kills) -> Callable[[int], f
             if now == "update":
                 _die()
             if now == "save":
-                Staging._copy = _die
+                SaveStaging._copy = _die
             if soon in ("forward", "backward"):
                 _die_in(soon, lambda: _when_in_memory(Path(run), step))
         return lr * min(1.0, step / 5)

@@ -28,7 +28,7 @@ from checkpointing.storage.place import ObjectPath
 from checkpointing.storage.s3 import S3
 from elastic import Pulse
 from elastic.node.files import write_whole
-from elastic.node.occupancy import OccupiedError
+from elastic.node.occupancy import NodeDirectoryOccupiedError
 from elastic.record.history import read_history
 from elastic.record.ledger import Ledger, StartLine
 from elastic.world import ROUND
@@ -41,19 +41,19 @@ from tests.s3 import access
 from tests.trainer.run.test_data_changes import answer
 from trainer.cli.main import parse
 from trainer.recipe import RecipeError, load_recipe
-from trainer.recipe.data_change import DataChange, plain
+from trainer.recipe.data_change import RecipeDataChange, plain
 from trainer.run import shipping, terms
 from trainer.run.parts import (
-    BucketRecordCopy,
-    LineRange,
-    PartsReader,
+    RunPartRange,
+    RunPartsReader,
+    RunRecordCopy,
     by_file,
     parts_of,
     stored_until,
 )
 from trainer.run.preflight import check_launch
-from trainer.run.shipping import TAIL, Shipper
-from trainer.run.terms import TermHolder, claim, holder_of, newest_term
+from trainer.run.shipping import TAIL, RunShipper
+from trainer.run.terms import RunTermHolder, claim, holder_of, newest_term
 from trainer.tools.doctor import buckets
 from trainer.tools.mirror import local_runs
 from trainer.tools.report.report import read_metrics
@@ -94,7 +94,7 @@ def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
     recipe.directory.mkdir(parents=True)
     with monkeypatch.context() as supervised:
         supervised.setenv(ROUND, "1")
-        change = plain([DataChange(name="x", begin=16, weights={"data": 1.0})])
+        change = plain([RecipeDataChange(name="x", begin=16, weights={"data": 1.0})])
         assert "refused" not in answer(recipe, Pulse.from_environment(), change[0])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "lost"))
     store.fault = at_the_commit
@@ -103,7 +103,7 @@ def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
     assert code == -signal.SIGKILL, output
     assert "data: 2 stages, from sequences 0, 16; " in output  # accepted on the first machine
     shutil.rmtree(tmp_path / "lost")
-    ledger, _ = by_file(PartsReader(run).lines())
+    ledger, _ = by_file(RunPartsReader(run).lines())
     steps = [json.loads(line)["step"] for line in ledger if line.startswith(b'{"kind":"step"')]
     assert steps[:2] == [1, 2]
     if SOAK:
@@ -133,7 +133,7 @@ def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
 def assert_sampled(run, directory):
     """The companion of a rank 0 continues prompts from a checkpoint in the bucket."""
     directory.mkdir()
-    BucketRecordCopy(run, directory).refresh()
+    RunRecordCopy(run, directory).refresh()
     kept = directory / "recipe.yaml"
     text = kept.read_text()
     assert "  samples: []\n" in text
@@ -163,8 +163,8 @@ def test_parts_that_no_run_has_written_hide_nothing(run, tmp_path, monkeypatch):
     forged = "000000000-999999999", "000000000-000000003", "000000002-000000001"
     for name in (*forged, "0000000002-0000000003"):
         store.write(run / "lines" / "000001" / name, b"forged\n")
-    assert PartsReader(run).lines() == [b"0\n", b"1\n"]
-    copy, ahead = BucketRecordCopy(run, tmp_path), time.time() + 3600
+    assert RunPartsReader(run).lines() == [b"0\n", b"1\n"]
+    copy, ahead = RunRecordCopy(run, tmp_path), time.time() + 3600
     monkeypatch.setattr(time, "time", lambda: ahead)
     copy.refresh()
     old = (tmp_path / "metrics.jsonl").stat().st_mtime
@@ -181,7 +181,9 @@ def test_parts_that_no_run_has_written_hide_nothing(run, tmp_path, monkeypatch):
 def test_one_launch_at_a_time_trains(run, monkeypatch, caplog):
     monkeypatch.setattr(terms, "BEAT_SECONDS", 0.05)
     first = claim(run, "a", owner())
-    with pytest.raises(OccupiedError, match=r"process \d+ on .* trains there; end it first"):
+    with pytest.raises(
+        NodeDirectoryOccupiedError, match=r"process \d+ on .* trains there; end it first"
+    ):
         claim(run, "b", "")  # the process of the first lives, on this machine
     second = claim(run, "a", owner())  # as in the next round of a job whose first node was lost
     assert (second.number, second.before) == (2, holder_of(run, 1))
@@ -193,7 +195,7 @@ def test_one_launch_at_a_time_trains(run, monkeypatch, caplog):
 
     def claimed(number, owner, launcher):
         """As another process does."""
-        holder = TermHolder("c", owner, launcher, 0.0, "0" * 16)
+        holder = RunTermHolder("c", owner, launcher, 0.0, "0" * 16)
         store.write(run / "terms" / f"{number:06}", json.dumps(asdict(holder)).encode())
 
     def watches_first():
@@ -210,7 +212,7 @@ def test_one_launch_at_a_time_trains(run, monkeypatch, caplog):
     ended.kill()
     ended.wait()
     claimed(4, gone, owner())  # its agent lives, and starts rank 0 again
-    with pytest.raises(OccupiedError, match=f"process {ended.pid} on "):
+    with pytest.raises(NodeDirectoryOccupiedError, match=f"process {ended.pid} on "):
         claim(run, "b", owner())
     claimed(4, gone, gone)
     assert not watches_first()
@@ -231,7 +233,7 @@ def test_one_launch_at_a_time_trains(run, monkeypatch, caplog):
     thread.start()
     with monkeypatch.context() as patient:
         patient.setattr(terms, "BEAT_SECONDS", 1.0)
-        with pytest.raises(OccupiedError, match="process 1 on far, since"):
+        with pytest.raises(NodeDirectoryOccupiedError, match="process 1 on far, since"):
             claim(run, "b", owner())
     beating.set()
     thread.join()
@@ -277,12 +279,12 @@ def test_a_store_that_obeys_no_conditions_is_refused(run, monkeypatch):
 
 
 def lines_of(run):
-    return [line.decode().rstrip("\n") for line in PartsReader(run).lines()]
+    return [line.decode().rstrip("\n") for line in RunPartsReader(run).lines()]
 
 
 def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
     """By rank 0, by whoever commits, by who loads a state, by the next process of a machine."""
-    monkeypatch.setattr(Shipper, "_ship", lambda self: None)  # the thread
+    monkeypatch.setattr(RunShipper, "_ship", lambda self: None)  # the thread
     monkeypatch.setattr(shipping, "MERGED", 3)
     written = []
 
@@ -291,7 +293,7 @@ def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
             written.append(json.dumps({"kind": "event", "number": len(written)}))
             shipper.add(written[-1])
 
-    lost = Shipper(run, tmp_path / "lost", "job", owner())
+    lost = RunShipper(run, tmp_path / "lost", "job", owner())
     for count in range(1, 11):
         write(lost, 1)
         for url, data in lost.before_commit().items() if count % 2 else ():
@@ -306,7 +308,7 @@ def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
     state = json.loads(json.dumps(lost.to_state()))
     write(lost, 2)  # gone with the machine
     del written[-2:]
-    with Shipper(run, tmp_path / "next", "job", owner()) as following:
+    with RunShipper(run, tmp_path / "next", "job", owner()) as following:
         following.take(state)
         following.take({TAIL: {"term": 1, "first": 0, "lines": ["a\nb"]}})  # of no run
         assert lines_of(run) == written
@@ -315,23 +317,23 @@ def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
         write(following, 2)
         killed = following.tail
     monkeypatch.undo()
-    assert killed == LineRange(2, 1, written[-2:])
-    Shipper(run, tmp_path / "next", "job", owner()).__exit__(None, None, None)
+    assert killed == RunPartRange(2, 1, written[-2:])
+    RunShipper(run, tmp_path / "next", "job", owner()).__exit__(None, None, None)
     assert lines_of(run) == written
     assert not list((tmp_path / "next/journal").iterdir())
 
 
 def test_a_damaged_part_hides_no_line_that_a_machine_has(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(Shipper, "_ship", lambda self: None)  # the thread
-    store, reader = store_of(run), PartsReader(run)
+    monkeypatch.setattr(RunShipper, "_ship", lambda self: None)  # the thread
+    store, reader = store_of(run), RunPartsReader(run)
     written = [json.dumps({"kind": "event", "number": number}) for number in range(6)]
-    with Shipper(run, tmp_path, "job", owner()) as unsent:
+    with RunShipper(run, tmp_path, "job", owner()) as unsent:
         for line in written:
             unsent.add(line)
         store.write(run / unsent.tail.name, b"half of\n")
-        store.write(run / LineRange(1, 2, [""] * 7).name, b"half of\n")
+        store.write(run / RunPartRange(1, 2, [""] * 7).name, b"half of\n")
     assert reader.lines() == []
-    Shipper(run, tmp_path, "job", owner()).__exit__(None, None, None)
+    RunShipper(run, tmp_path, "job", owner()).__exit__(None, None, None)
     assert lines_of(run) == written
     assert b"".join(reader.lines()).decode().splitlines() == written
 
@@ -339,11 +341,11 @@ def test_a_damaged_part_hides_no_line_that_a_machine_has(run, tmp_path, monkeypa
 @pytest.mark.parametrize("damage", [b"half of\n", None])
 def test_damaged_parts_are_not_merged(run, tmp_path, monkeypatch, caplog, damage):
     """Of three parts, one is damaged or missing: the next start stores its lines again."""
-    monkeypatch.setattr(Shipper, "_ship", lambda self: None)  # the thread
+    monkeypatch.setattr(RunShipper, "_ship", lambda self: None)  # the thread
     monkeypatch.setattr(shipping, "MERGED", 3)
-    store, damaged = store_of(run), run / LineRange(1, 2, ["", ""]).name
+    store, damaged = store_of(run), run / RunPartRange(1, 2, ["", ""]).name
     written = [json.dumps({"kind": "event", "number": number}) for number in range(10)]
-    with Shipper(run, tmp_path, "job", owner()) as shipper:
+    with RunShipper(run, tmp_path, "job", owner()) as shipper:
         for number, line in enumerate(written):
             shipper.add(line)
             if number % 2:
@@ -356,16 +358,16 @@ def test_damaged_parts_are_not_merged(run, tmp_path, monkeypatch, caplog, damage
         assert parts_of(run, 1) == left
         assert not damage or store.read(damaged) == damage
     assert caplog.text.count("does not hold its lines") == 1
-    Shipper(run, tmp_path, "job", owner()).__exit__(None, None, None)
+    RunShipper(run, tmp_path, "job", owner()).__exit__(None, None, None)
     assert lines_of(run) == written
 
 
 def test_records_of_steps_that_are_done_again_are_left_out(run, tmp_path):
     """As those of a run in a directory, and however a copy came to be. The last attempt goes on
     from step 6 of the first, as after a partition."""
-    copy, names = BucketRecordCopy(run, tmp_path), [""]
+    copy, names = RunRecordCopy(run, tmp_path), [""]
     for attempt, (parent, first, last) in enumerate([(0, 0, 7), (1, 5, 9), (1, 6, 8)]):
-        shipper = Shipper(run, tmp_path / "local", "job", owner())
+        shipper = RunShipper(run, tmp_path / "local", "job", owner())
         begin = StartLine(
             step=first, sequences=8 * first, global_batch=8, world_size=1, parent=names[parent]
         )
@@ -378,7 +380,7 @@ def test_records_of_steps_that_are_done_again_are_left_out(run, tmp_path):
         shipper.flush()
         shipper.__exit__(None, None, None)
         copy.refresh()
-    ledger, records = by_file(PartsReader(run).lines())
+    ledger, records = by_file(RunPartsReader(run).lines())
     assert len(ledger) == 3 + 7 + 4 + 2
     assert [json.loads(line)["number"] for line in records] == [0] * 7 + [1] * 4 + [2] * 2
     counted = [(record["step"], record["number"]) for record in read_metrics(tmp_path)]
@@ -397,7 +399,7 @@ def write_until_killed(run, disk, copies):
     states = [json.loads(copy.read_text()) for copy in copies if copy.exists()]
     states += [json.loads(store.read(run / "saves" / name)) for name in saves]
     state = max(states, key=lambda one: one["step"], default={"step": 0, "attempt": ""})
-    shipper, first = Shipper(run, disk, "job", owner()), state["step"]
+    shipper, first = RunShipper(run, disk, "job", owner()), state["step"]
     shipper.take(state)
     begin = StartLine(
         step=first, sequences=8 * first, global_batch=8, world_size=2, parent=state["attempt"]
@@ -459,7 +461,7 @@ def test_writers_that_are_killed_lose_no_line_of_a_committed_step(store, run, tm
     saves = [int(place.name[:8]) for place in store_of(run).children(run / "saves")]
     copy = tmp_path / "copy"
     copy.mkdir()
-    assert BucketRecordCopy(run, copy).refresh()
+    assert RunRecordCopy(run, copy).refresh()
     history = read_history(copy)
     print({fate: fates.count(fate) for fate in fates}, len(history.attempts), max(saves))
     assert not history.problems

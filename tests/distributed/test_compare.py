@@ -20,9 +20,9 @@ from benchmarks.support import python_path
 from checkpointing.storage.folders import SHARED_MEMORY, run_id
 from elastic import Pulse
 from elastic.group.batch_plan import plan_batch
-from elastic.node.recall import RecallSocket
+from elastic.node.recall import NodeRecallSocket
 from elastic.process import remaining
-from elastic.record.history import StepLine
+from elastic.record.history import LedgerStepLine
 from elastic.world import World
 from lab.chaos.faults import processes_with
 from tests.checkpointing.worlds import run_ranks
@@ -35,14 +35,14 @@ from trainer.parallel.parallelize import parallelize
 from trainer.plan import predict
 from trainer.recipe import RecipeError, load_recipe
 from trainer.run.profile import StepProfiler, peak_bytes, read_records, torch_profiler
-from trainer.run.speed import SpeedRecorder
-from trainer.run.state import Progress, Run
-from trainer.run.step import Inputs, train_step
+from trainer.run.speed import RunSpeedRecorder
+from trainer.run.state import Run, RunProgress
+from trainer.run.step import StepInputs, train_step
 from trainer.run.trace_summary import read_trace
 from trainer.tasks.task import build_task
 from trainer.tools.compare.compare import (
     INTERRUPTED,
-    StrategyOutcome,
+    ComparedOutcome,
     compare_losses,
     problems,
     run_comparison,
@@ -68,13 +68,13 @@ def measure(recipe, rank, world_size):
     plan = plan_batch(recipe.batch.global_batch, world_size, recipe.batch.micro_batch)
     run = Run(
         recipe, recipe, task, world, mesh, plan, model,
-        build_optimizer(model.optimized, recipe.optimizer), build_schedule(recipe), Progress(),
+        build_optimizer(model.optimized, recipe.optimizer), build_schedule(recipe), RunProgress(),
         SimpleNamespace(wait_staged=lambda: None, not_finite=""), None, None,
-        Pulse.from_environment(), RecallSocket(None),
+        Pulse.from_environment(), NodeRecallSocket(None),
     )  # fmt: skip
     batches = load(task.stream, requests(run.plan_at, rank, 0), workers=0, pin_memory=False)
-    inputs = Inputs(batches, run.passes)
-    with StepProfiler(run, SpeedRecorder(run)) as profiler:
+    inputs = StepInputs(batches, run.passes)
+    with StepProfiler(run, RunSpeedRecorder(run)) as profiler:
         for _ in range(recipe.run.steps):
             train_step(run, inputs)
             profiler.after_step()
@@ -335,11 +335,11 @@ def test_hybrid_says_how_many_ranks_it_needs(workspace, tmp_path, monkeypatch):
 @pytest.mark.parametrize("other", [2.1, math.inf, math.nan])
 def test_losses_that_differ_are_named(other):
     outcomes = [
-        StrategyOutcome("no", "cannot run: because"),
-        StrategyOutcome("ddp", losses={5: 3.0, 10: 2.0}),
-        StrategyOutcome("zero1", losses={5: 3.0001, 10: 2.0}),
-        StrategyOutcome("zero3", losses={5: 3.0, 10: other}),
-        StrategyOutcome("zero2", "failed: out of memory; see log", failed=True),
+        ComparedOutcome("no", "cannot run: because"),
+        ComparedOutcome("ddp", losses={5: 3.0, 10: 2.0}),
+        ComparedOutcome("zero1", losses={5: 3.0001, 10: 2.0}),
+        ComparedOutcome("zero3", losses={5: 3.0, 10: other}),
+        ComparedOutcome("zero2", "failed: out of memory; see log", failed=True),
     ]
     compare_losses(outcomes)
     found = problems(outcomes, 1e-2)
@@ -349,20 +349,20 @@ def test_losses_that_differ_are_named(other):
 
 def test_table_names_the_unit_and_what_is_missing():
     figures = {"unit": "samples", "rate": 1234.5, "unplanned": "data.factory: no tokens"}
-    text = table([StrategyOutcome("ddp", **figures), StrategyOutcome("zero1", INTERRUPTED)])
+    text = table([ComparedOutcome("ddp", **figures), ComparedOutcome("zero1", INTERRUPTED)])
     header, _, row, _, *notes = text.splitlines()
     assert "| samples/s |" in header
     assert "planned" not in header
     assert "|     1,234 |" in row
     assert [note.split(":")[0] for note in notes] == ["- zero1", "- planned", "- PARTIAL"]
     assert "1 of 2" in notes[2]
-    assert "(" not in parts_table([StrategyOutcome("ddp", **figures)]).splitlines()[2]
-    planned = StrategyOutcome(
+    assert "(" not in parts_table([ComparedOutcome("ddp", **figures)]).splitlines()[2]
+    planned = ComparedOutcome(
         "ddp", gradients=3_000_000, predicted={"peak": 1, "gradients": 2_900_000}
     )
     assert "planned" in table([planned]).splitlines()[0]
     assert "bubble" not in table([planned])
-    piped = StrategyOutcome("pp2", bubble=0.21, predicted={"bubble": 0.2, "bubble_formula": 1 / 3})
+    piped = ComparedOutcome("pp2", bubble=0.21, predicted={"bubble": 0.2, "bubble_formula": 1 / 3})
     assert "- pp2: bubble 21.0% (simulated 20.0%, by formula 33.3%)" in table([planned, piped])
     assert "| 3.0 (2.9) |" in parts_table([planned]).splitlines()[2]
 
@@ -373,7 +373,7 @@ def test_stall_is_what_a_checkpoint_cost():
         slow = number == 9
         seconds = 1.4 if slow else 1.0  # the step after the save is slower
         after += 0.1 + seconds + (0.3 if slow else 0)  # and came later
-        steps[number] = StepLine(number, 0, 0, seconds, after, False, 0)
+        steps[number] = LedgerStepLine(number, 0, 0, seconds, after, False, 0)
         if number == 8 + AFTER_SAVE:
             break
     assert stall(steps, 8, 1.0) == pytest.approx(0.7)

@@ -25,7 +25,7 @@ from trainer.optim.exact import (
 )
 from trainer.optim.optimizer import build_optimizer, square_sum
 from trainer.parallel.fsdp import is_sharded
-from trainer.recipe import Optimizer, ParameterGroup, RecipeError, load_recipe
+from trainer.recipe import OptimizerSection, ParameterGroup, RecipeError, load_recipe
 
 STEPS = 20 if SOAK else 10
 EXACT = ("run.determinism=exact", f"run.steps={STEPS}", "schedule.name=constant")
@@ -258,7 +258,7 @@ def test_the_update_is_adamw_and_does_not_depend_on_how_weights_are_cut():
 
     def exact(weights):
         rule = ParameterGroup(match="*", weight_decay=0.1)
-        options = Optimizer(lr=1e-2, betas=(0.9, 0.95), groups=(rule,))
+        options = OptimizerSection(lr=1e-2, betas=(0.9, 0.95), groups=(rule,))
         return build_optimizer({str(n): w for n, w in enumerate(weights)}, options, exact=True)
 
     def torchs(weights):

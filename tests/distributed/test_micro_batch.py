@@ -16,7 +16,7 @@ from trainer.plan import predict
 from trainer.plan.blueprint import read_blueprint
 from trainer.plan.search import ROOM, largest_micro_batch
 from trainer.recipe import RecipeError, load_recipe
-from trainer.run.micro_batch import HalvedError, halving
+from trainer.run.micro_batch import RunOutOfMemoryError, halving
 
 # 1 PiB: no address space holds it, so torch's allocator fails as it does when memory runs out.
 FACTORY = """
@@ -104,7 +104,7 @@ def test_every_way_in_which_memory_runs_out_halves(tmp_path, workspace, error, h
     fixed = dataclasses.replace(recipe, batch=dataclasses.replace(recipe.batch, micro_batch=4))
     world = World(0, 0, 1, 1, 1, 0, 0, None, torch.device("cpu"))
     run = SimpleNamespace(written=recipe, recipe=fixed, world=world, first_step=True)
-    with pytest.raises(HalvedError if halves else type(error)), halving(run):
+    with pytest.raises(RunOutOfMemoryError if halves else type(error)), halving(run):
         raise error
     assert noted.exists() == halves
     if halves:

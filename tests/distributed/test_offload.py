@@ -22,7 +22,7 @@ from trainer.optim.method import update
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel import offload
 from trainer.parallel.offload import OffloadFile, bytes_needed
-from trainer.recipe import Optimizer, RecipeError, load_recipe
+from trainer.recipe import OptimizerSection, RecipeError, load_recipe
 from trainer.run.preflight import check_inputs
 from trainer.tasks.task import build_task
 
@@ -52,7 +52,7 @@ def test_an_update_in_portions_has_the_bits_of_a_whole_one(tmp_path, monkeypatch
 
     def trained(file):
         weights = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-        options = Optimizer(lr=1e-2)
+        options = OptimizerSection(lr=1e-2)
         model = nn.ParameterList(weights)
         if file:
             file.take_weights(model, torch.device("cpu"))

@@ -18,7 +18,7 @@ from trainer.optim import muon
 from trainer.optim.method import update
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import learning_rate
-from trainer.recipe import MuonSection, Optimizer, RecipeError, load_recipe
+from trainer.recipe import MuonSection, OptimizerSection, RecipeError, load_recipe
 from trainer.run.preflight import check_launch
 from trainer.tasks.task import build_task
 
@@ -159,7 +159,7 @@ def test_an_update_of_muon_has_the_bits_of_torchs(monkeypatch, nesterov, adjust)
     ours = [torch.nn.Parameter(torch.randn(shape, generator=draw)) for shape in shapes]
     theirs = [torch.nn.Parameter(weight.detach().clone()) for weight in ours]
     settings = MuonSection(nesterov=nesterov, adjust_lr=adjust, momentum=0.9, ns_steps=4)
-    options = Optimizer(name="muon", lr=0.02, weight_decay=0.3, muon=settings)
+    options = OptimizerSection(name="muon", lr=0.02, weight_decay=0.3, muon=settings)
     optimizer = build_optimizer({f"{n}": weight for n, weight in enumerate(ours)}, options)
     torchs = torch.optim.Muon(
         theirs, lr=0.02, weight_decay=0.3, momentum=0.9, nesterov=nesterov, ns_steps=4,
@@ -187,7 +187,7 @@ def test_a_single_rank_multiplies_what_is_offloaded_on_its_device(monkeypatch):
     like = distribute_tensor(torch.empty(3, 4, device="meta"), mesh, [Shard(0)])
     weight = nn.Parameter(DTensor(torch.zeros(3, 4), like._spec, requires_grad=False))
     weight.grad = DTensor(torch.ones(3, 4), like._spec, requires_grad=False)
-    optimizer = build_optimizer({"matrix": weight}, Optimizer(name="muon", lr=0.1))
+    optimizer = build_optimizer({"matrix": weight}, OptimizerSection(name="muon", lr=0.1))
     update(optimizer, [optimizer.param_groups], 1.0)
     dist.destroy_process_group()
     assert seen == ["meta"]

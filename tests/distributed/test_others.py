@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import elastic
-from elastic.node.progress import ProgressPage
+from elastic.node.progress import NodeProgressPage
 from tests.distributed.jobs import EXAMPLES, Job, soak
 from tests.distributed.test_elastic_library import kill_rank, losses
 from tests.elastic.test_job import job_of
@@ -189,7 +189,10 @@ def test_a_trainer_that_does_not_fit_is_refused(tmp_path):
     from elastic.adapters.hugging_face import make_elastic
     from elastic.adapters.lightning import ElasticCallback
 
-    job, rows = job_of(0, 1, ProgressPage.make()), torch.utils.data.TensorDataset(torch.ones(70, 2))
+    job, rows = (
+        job_of(0, 1, NodeProgressPage.make()),
+        torch.utils.data.TensorDataset(torch.ones(70, 2)),
+    )
 
     def trainer(**options):
         of_all = {"use_cpu": True, "report_to": [], "per_device_train_batch_size": 3}

@@ -33,7 +33,7 @@ from trainer.data.prepare.prepare import prepare
 from trainer.recipe import RecipeError, load_recipe
 from trainer.run.provenance import digest_of, recipe_file
 from trainer.tasks.task import build_task
-from trainer.tools.replay.lineage import StepSpan
+from trainer.tools.replay.lineage import ReplaySpan
 from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayRequest
 
 SAVED = ("checkpoint.when_busy=wait", "checkpoint.keep=0")
@@ -348,7 +348,7 @@ def test_ten_of_300_steps_have_the_same_bits_on_one_to_four_ranks(workspace, tra
         trained(2, "run.dir=long", *EXACT, f"run.steps={steps}", "checkpoint.every=10")
     before = contents(workspace / "long")
     for step in random.Random(41).sample(range(1, 301), 10):
-        span, seen = StepSpan((step - 1) // 10 * 10, step), set()
+        span, seen = ReplaySpan((step - 1) // 10 * 10, step), set()
         for ranks in (1, 2, 3, 4):
             outcome, output = by_ranks("long", ranks, span, step)
             assert outcome == {"problems": [], "missing": [], "errors": []}

@@ -3,8 +3,8 @@
 import json
 
 from elastic.node.agent import NodeAgent
-from elastic.node.program import TorchrunProgram
-from elastic.node.progress import RankProgress
+from elastic.node.program import NodeProgram
+from elastic.node.progress import NodeRankProgress
 from elastic.node.standin import NODE_SOCKET
 from tests.checkpointing.faults import until
 from tests.elastic.node.test_strangers import Group
@@ -38,14 +38,14 @@ def test_no_rank_is_ended_for_a_save_that_has_time_left(workspace, monkeypatch):
     # xdist's thread would make the zygote a new program, which imports for five seconds.
     monkeypatch.setattr("elastic.node.zygote._can_fork", lambda: True)
     arguments = ("recipe.yaml", "checkpoint.deadline=90000")
-    node = NodeAgent(Group(), TorchrunProgram(package="trainer", arguments=arguments))
+    node = NodeAgent(Group(), NodeProgram(package="trainer", arguments=arguments))
     node.start()
     try:
         facts = node.facts(60)
         assert facts
         assert not facts.error
         for phase in ("staging", "save", "end"):
-            assert node._hangs.times.limit(0, RankProgress(9, phase, 0.0, False)) > 1.2 * 90_000
+            assert node._hangs.times.limit(0, NodeRankProgress(9, phase, 0.0, False)) > 1.2 * 90_000
     finally:
         node.stop()
 

@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from benchmarks.support import json_lines, python_path
 from benchmarks.support.wandb_files import not_in_wandb, wandb_rows
 from elastic import Ledger, StartLine
-from elastic.node.companion import Companion, end_companions
+from elastic.node.companion import NodeCompanion, end_companions
 from elastic.record.history import read_history
 from lab.local_nodes import LocalNodes
 from tests.distributed.jobs import RECIPE, ROOT, Forked, losses, soak
 from trainer.recipe import RecipeError, load_recipe
-from trainer.recipe.sections import Tracking
-from trainer.run.metrics import Log, wandb_note
+from trainer.recipe.sections import TrackingSection
+from trainer.run.metrics import RunLog, wandb_note
 from trainer.run.sinks import wandb_mode
-from trainer.run.trackers import MetricsTail, to_sink
+from trainer.run.trackers import RunMetricsTail, to_sink
 from trainer.tools.generate import generate
 from trainer.tools.report.report import read_metrics
 
@@ -62,7 +62,7 @@ def test_records_follow_the_lineage_of_the_newest_attempt(tmp_path_factory, atte
     """Attempts that go on from any earlier one, as after a partition, for so many steps, after some
     of which a new tracker goes on; and rank 0 of the first was cut off and goes on beside them."""
     run = tmp_path_factory.mktemp("run")
-    tail, moment, seen, lines = MetricsTail(run, 0.0), 0.0, {}, [("", {0: 0.0})]
+    tail, moment, seen, lines = RunMetricsTail(run, 0.0), 0.0, {}, [("", {0: 0.0})]
     for number, (earlier, steps, killed) in enumerate(attempts):
         parent, past = lines[earlier % len(lines)]
         begin = max(0, max(past) - 2)
@@ -82,7 +82,7 @@ def test_records_follow_the_lineage_of_the_newest_attempt(tmp_path_factory, atte
             assert {0: 0.0, **seen} == line
         assert [one["step"] for one in read_metrics(run)] == sorted(line)[1:]
         lines.append((name, line))
-        tail = MetricsTail(run, tail.after) if killed else tail
+        tail = RunMetricsTail(run, tail.after) if killed else tail
 
 
 def test_a_record_is_newer_than_those_before_also_by_a_clock_that_is_behind(tmp_path):
@@ -90,10 +90,10 @@ def test_a_record_is_newer_than_those_before_also_by_a_clock_that_is_behind(tmp_
     path.write_text("".join(f'{{"step": {n}, "time": {later + n}}}\n' for n in (1, 2, 3)))
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     recipe = load_recipe(str(tmp_path / "recipe.yaml"), [f"run.dir={tmp_path}"])
-    tail = MetricsTail(tmp_path, 0.0)
+    tail = RunMetricsTail(tmp_path, 0.0)
     assert len(tail.read()[1]) == 3
     start = StartLine(step=1, sequences=8, global_batch=8, world_size=1)
-    with Log(recipe, start, silent=False) as log:
+    with RunLog(recipe, start, silent=False) as log:
         log.record(2, {"loss": 1.0})
         log.record(2, {"validation_loss": 2.0})
     assert [record["step"] for record in tail.read()[1]] == [2, 2]
@@ -123,9 +123,9 @@ def test_the_environment_says_how_wandb_runs(monkeypatch):
     for word, mode in modes.items():
         monkeypatch.setenv("WANDB_MODE", word)
         assert wandb_mode("online") == mode
-        note = wandb_note(Tracking(wandb="online"))
+        note = wandb_note(TrackingSection(wandb="online"))
         assert (f"W&B is {mode}: WANDB_MODE={word}" in note) == (mode != "online")
-        assert not wandb_note(Tracking())
+        assert not wandb_note(TrackingSection())
     monkeypatch.setenv("WANDB_MODE", "of")
     with pytest.raises(RecipeError, match="WANDB_MODE=of in the environment: none of online, run"):
         wandb_mode("offline")
@@ -170,7 +170,7 @@ def test_a_companion_that_hangs_is_not_waited_for(tmp_path, monkeypatch, caplog)
     (tmp_path / "here/elastic/__init__.py").touch()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-    companion, started = Companion(["hangs"]), time.monotonic()
+    companion, started = NodeCompanion(["hangs"]), time.monotonic()
     while not Path("runs").exists():
         assert companion.lives
         time.sleep(0.01)
@@ -288,7 +288,7 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
 
 
 def test_a_tracker_that_is_killed_is_told_of(tmp_path, caplog):
-    companion = Companion(["trainer.run.trackers", str(tmp_path), "hooks", "os:kill"])
+    companion = NodeCompanion(["trainer.run.trackers", str(tmp_path), "hooks", "os:kill"])
     companion._process.kill()
     end_companions([companion], 30)
     assert "hooks os:kill ended with exit code -9; what it had not done is lost" in caplog.text
@@ -310,7 +310,7 @@ def test_wandb_has_every_record_whatever_is_killed(tmp_path, monkeypatch):
                     file.write(json.dumps({**about, **values}) + "\n")
 
     def tracker(written):
-        companion = Companion(["trainer.run.trackers", str(tmp_path), "wandb"])
+        companion = NodeCompanion(["trainer.run.trackers", str(tmp_path), "wandb"])
         deadline = time.monotonic() + 60
         while not (len(files := wandb_rows(tmp_path)) == written and files[-1]):
             assert companion.lives

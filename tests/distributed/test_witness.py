@@ -12,7 +12,7 @@ from tests.distributed.jobs import ROOT, Forked, Job, assert_kept, deadly, losse
 from tests.distributed.test_elastic import wait_for_step
 from tests.distributed.test_exact import assert_equal_bits, result
 from trainer.recipe import RecipeError, load_recipe
-from trainer.run.witness import OPENED, DrawnPass, differing, digest, draw_passes, find_outvoted
+from trainer.run.witness import OPENED, WitnessPass, differing, digest, draw_passes, find_outvoted
 
 LYING = (
     "run.determinism=exact", "schedule.name=constant", "model.architecture=null",
@@ -198,7 +198,7 @@ def test_a_share_of_the_passes_is_drawn_from_step_and_seed_alone():
 @pytest.mark.parametrize("distance", [1, 2, 3])
 def test_who_is_contradicted_by_two_is_wrong(distance):
     """Rank r's own micro-batch has the digest r, and rank 1 computes 100 more."""
-    draw, ranks = DrawnPass(0, distance), 4
+    draw, ranks = WitnessPass(0, distance), 4
     truth = range(ranks)
 
     def computed(at, wrong):

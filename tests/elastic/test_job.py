@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 import elastic
 from elastic import EXIT_REQUEUE, Job, Pulse, World, watch_signals
 from elastic.job import JobPaused
-from elastic.node.progress import ProgressPage
+from elastic.node.progress import NodeProgressPage
 from tests.checkpointing.worlds import run_ranks
 
 
-def job_of(rank: int, ranks: int, page: ProgressPage) -> Job:
+def job_of(rank: int, ranks: int, page: NodeProgressPage) -> Job:
     world = World(rank, rank, ranks, ranks, 1, 0, 0, None, torch.device("cpu"))
     return Job(world, Pulse(page, rank))
 
 
 def test_ranks_pause_after_the_same_step_and_any_of_them_may_ask(tmp_path):
     """Rank 1 is asked within step 3; rank 0 never asks, rank 2 does so twice in a step."""
-    page = ProgressPage.make()
+    page = NodeProgressPage.make()
 
     def work(rank):
         job, steps = job_of(rank, 3, page), []
@@ -47,7 +47,7 @@ def test_ranks_pause_after_the_same_step_and_any_of_them_may_ask(tmp_path):
 
 
 def test_nobody_leaves_after_the_last_step(tmp_path):
-    page = ProgressPage.make()
+    page = NodeProgressPage.make()
     page.request_pause(0, leaving=True)
 
     def work(rank):
@@ -58,7 +58,7 @@ def test_nobody_leaves_after_the_last_step(tmp_path):
 
 
 def test_a_rank_says_what_it_does(tmp_path):
-    page = ProgressPage.make()
+    page = NodeProgressPage.make()
 
     def work(rank):
         job, said = job_of(rank, 1, page), []
@@ -87,7 +87,7 @@ def test_a_rank_says_what_it_does(tmp_path):
 
 @given(rows=st.integers(1, 60), ranks=st.integers(1, 9), micro=st.integers(1, 60))
 def test_passes_of_all_ranks_weigh_every_row_alike(rows, ranks, micro):
-    page, passes = ProgressPage.make(), []
+    page, passes = NodeProgressPage.make(), []
     for rank in range(ranks):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "get_rank", lambda _, rank=rank: rank)
@@ -106,7 +106,7 @@ def test_passes_of_all_ranks_weigh_every_row_alike(rows, ranks, micro):
 
 def test_outside_of_steps_there_is_nothing_to_be_due():
     with pytest.raises(RuntimeError, match=r"for step in job\.steps"):
-        job_of(0, 1, ProgressPage.make()).due_to_pause()
+        job_of(0, 1, NodeProgressPage.make()).due_to_pause()
 
 
 def test_a_second_process_group_is_refused(tmp_path):
@@ -130,7 +130,7 @@ def test_a_process_that_only_stands_in_imports_no_torch():
 
 def test_a_notice_that_an_older_thread_receives():
     """A thread of a library that was there before `watch_signals` has not blocked the signals."""
-    page = ProgressPage.make()
+    page = NodeProgressPage.make()
 
     def work():
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()

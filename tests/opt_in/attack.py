@@ -28,7 +28,7 @@ from isal.isal_zlib import crc32
 from safetensors.torch import load_file
 
 from benchmarks.support import python_path
-from elastic.node.zygote import RankProgram
+from elastic.node.zygote import ZygoteProgram
 from elastic.process import descendants, signal_family
 from lab.container import Container
 from lab.local_nodes import LocalNodes
@@ -108,7 +108,7 @@ def attack_sockets(marker: str, run: str, *pids: str) -> Attack:
     ways = ["\0" + name[1:] if name.startswith("@") else name for name in names if name[:1] in "@/"]
     ways += [f"/proc/{pid}/fd/{number}" for pid in pids for number in range(64)]
     environment = {"PATH": os.environ["PATH"], "RANK": "0", "LOCAL_RANK": "0", "PERDURE_ROUND": "1"}
-    job = RankProgram(
+    job = ZygoteProgram(
         "subprocess:call", "subprocess:call", ["touch", marker], environment, "/"
     ).pack()
     nowhere = os.open(os.devnull, os.O_RDWR)

@@ -28,7 +28,7 @@ from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
 from checkpointing.storage.steps import list_steps, newest_checkpoint, open_step, read_state
 from checkpointing.tools import inspect
-from elastic.node.occupancy import OccupiedError
+from elastic.node.occupancy import NodeDirectoryOccupiedError
 from lab.local_nodes import LocalNodes, free_port
 from tests.checkpointing.faults import until
 from tests.checkpointing.storage.test_objects import (
@@ -198,7 +198,7 @@ def test_terms(store, directory, monkeypatch):
     # A request whose answer was lost is repeated only after a pause longer than a claim watches.
     seen = terms._beat(directory, newest.number)
     assert until(lambda: terms._beat(directory, newest.number) != seen, 20)
-    with pytest.raises(OccupiedError, match="trains there; end it first"):
+    with pytest.raises(NodeDirectoryOccupiedError, match="trains there; end it first"):
         claim(directory, "b", "")
     newest.release()
     claim(directory, "b", "").release()

@@ -143,7 +143,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 def _of_prompts(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any], Any]:
     """Return (noun for messages, keys of the lines to write, function that makes the lines)."""
     from trainer.tools.eval_lines import read_prompts, samples
-    from trainer.tools.generate import GenerateError, Sampling
+    from trainer.tools.generate import GenerateError, GenerationSampling
 
     for option, value in (
         ("--include-path", arguments.include_path),
@@ -153,7 +153,7 @@ def _of_prompts(arguments: argparse.Namespace, device: str) -> tuple[str, list[A
             raise GenerateError(f"{option}: works only with --tasks; remove it")
     given = {name: value for name, value in vars(arguments).items() if name in SAMPLING}
     wanted = [{"prompt": prompt} for prompt in read_prompts(arguments.prompts)]
-    return "sample", wanted, samples(Sampling(**given), device, arguments.family)
+    return "sample", wanted, samples(GenerationSampling(**given), device, arguments.family)
 
 
 def _of_tasks(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any], Any]:

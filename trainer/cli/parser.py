@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, get_args, get_type_hints
 
-from checkpointing.storage.place import ObjectPath, Place, location
+from checkpointing.storage.place import ObjectPath, StoragePlace, location
 from elastic.node.files import write_whole
 from trainer.recipe import RecipeError
 from trainer.recipe.value_types import in_bucket, no_place, no_url
@@ -90,7 +90,7 @@ def local_path(text: str) -> Path:
     return Path(text)
 
 
-def place(text: str) -> Place:
+def place(text: str) -> StoragePlace:
     """Parse an argument that is a local path or the URL of an object store."""
     if what := no_place(text):
         raise argparse.ArgumentTypeError(what)

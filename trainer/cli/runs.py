@@ -20,7 +20,7 @@ from trainer.cli.parser import (
 from trainer.recipe import RecipeError
 
 if TYPE_CHECKING:
-    from trainer.tools.mirror import LocalRun
+    from trainer.tools.mirror import MirroredRun
 
 WATCH_EXAMPLES = """\
 examples:
@@ -92,7 +92,7 @@ def _report(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _check(runs: "Sequence[LocalRun]", *, without_data: bool) -> int:
+def _check(runs: "Sequence[MirroredRun]", *, without_data: bool) -> int:
     from elastic.record.history import read_history
     from trainer.tools.report.report import check
 
@@ -128,7 +128,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _wait_for(runs: "Sequence[LocalRun]") -> None:
+def _wait_for(runs: "Sequence[MirroredRun]") -> None:
     from elastic.record.history import last_start
 
     for run in runs:

@@ -17,7 +17,7 @@ from elastic.exits import (
     leave_at_once,
 )
 from elastic.group.job_secret import SECRET_FILE
-from elastic.group.membership import Limits
+from elastic.group.membership import MembershipLimits
 from elastic.node.zygote import start_early
 from elastic.process import usable_cores
 from trainer.cli.parser import Commands, add_command, add_recipe
@@ -47,7 +47,7 @@ def add_train_command(commands: Commands) -> None:
     add("--nproc-per-node", type=int, metavar="N", help=what)
     what = "where nodes meet; the same on all nodes, needed if there are several"
     add("--rdzv-endpoint", metavar="HOST:PORT", help=what)
-    restarts = Limits.restarts
+    restarts = MembershipLimits.restarts
     what = f"failures within one hour after which ranks are started again (default {restarts})"
     add("--max-restarts", type=int, default=restarts, metavar="N", help=what)
     add("--local-addr", metavar="ADDRESS", help="address at which other nodes reach this one")

@@ -29,13 +29,13 @@ from pathlib import Path
 import numpy as np
 
 from checkpointing.errors import CheckpointError
-from checkpointing.storage.folders import LockedFolder, hold, is_private
+from checkpointing.storage.folders import LockedStorageFolder, hold, is_private
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
 from elastic.node.companion import accompany, until_input_ends
 from trainer.data.prepare.writer import synced
 from trainer.data.shards import CHECKSUM_BLOCK, DataError, entries_of, read_index
-from trainer.recipe.sections import Data
+from trainer.recipe.sections import DataSection
 
 PIECE = 4 * CHECKSUM_BLOCK
 """Bytes that are read from the store at a time, in concurrent requests."""
@@ -44,12 +44,12 @@ AGAIN_SECONDS = 30.0
 PARTIAL = ".partial"
 
 
-class ShardCopies:
+class DataShardCopies:
     """Local copies of one data set's shards, for reading. Callable from any thread."""
 
     def __init__(self, directory: str, fingerprint: str) -> None:
         self._path = home(directory) / folder_name(fingerprint)
-        self._folders: dict[Path, LockedFolder] = {}
+        self._folders: dict[Path, LockedStorageFolder] = {}
         self._files: dict[str, int] = {}
         """File name → descriptor, which stays open."""
 
@@ -130,7 +130,7 @@ def _stranger(path: Path) -> str:
     )
 
 
-def keep_copies(data: Data) -> Callable[[], None]:
+def keep_copies(data: DataSection) -> Callable[[], None]:
     """Start a process on this node that copies the shards of a recipe's data sets; do not wait for
     it. Return a function to call when this process stops training."""
     urls = [source.path for source in data.sources if "://" in source.path]

@@ -13,14 +13,14 @@ import numpy as np
 
 from checkpointing.errors import StorageError
 from checkpointing.format.layout import BLOCK_BYTES
-from checkpointing.storage.place import ObjectPath, Place
+from checkpointing.storage.place import ObjectPath, StoragePlace
 from checkpointing.storage.steps import storage_of
 from trainer.data.prepare.writer import atomic, to_json
 from trainer.data.shards import (
     CHECKSUM_BLOCK,
     CRC,
     DataError,
-    SmallChecksums,
+    DataShardChecksums,
     blocks_of,
     check_size,
     entries_of,
@@ -33,7 +33,7 @@ INDEX, TOKENIZER, REJECTS = "index.json", "tokenizer.json", "rejects.jsonl"
 
 
 def copy_data_set(
-    source: Place, target: Place, say: Callable[[str], None] = lambda line: None
+    source: StoragePlace, target: StoragePlace, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
     """Copy a prepared data set, and return the index of the copy. After an interruption, the same
     call resumes with the shard that was being copied, but copies data sets of older versions anew.
@@ -80,7 +80,9 @@ def copy_data_set(
     return index
 
 
-def _is_copied(source: Place, target: Place, entry: dict[str, Any], index: dict[str, Any]) -> bool:
+def _is_copied(
+    source: StoragePlace, target: StoragePlace, entry: dict[str, Any], index: dict[str, Any]
+) -> bool:
     """Whether an earlier call has completed this shard in `target`. A shard's .crc file is written
     last, and identifies the shard's contents."""
     if f"{CRC}_sha256" not in entry:
@@ -94,11 +96,13 @@ def _is_copied(source: Place, target: Place, entry: dict[str, Any], index: dict[
         return False
 
 
-def _copy_shard(source: Place, target: Place, entry: dict[str, Any], index: dict[str, Any]) -> None:
+def _copy_shard(
+    source: StoragePlace, target: StoragePlace, entry: dict[str, Any], index: dict[str, Any]
+) -> None:
     """Copy the files of a shard, and add the checksums of its .crc file to `entry`, the shard's
     entry in index.json."""
     sizes = sizes_of(entry, index)
-    checksums = SmallChecksums(np.dtype(index["dtype"]).newbyteorder("<"), index["eos_id"])
+    checksums = DataShardChecksums(np.dtype(index["dtype"]).newbyteorder("<"), index["eos_id"])
 
     def counted(blocks: Iterator[memoryview]) -> Iterator[memoryview]:
         for block in blocks:
@@ -116,7 +120,7 @@ def _copy_shard(source: Place, target: Place, entry: dict[str, Any], index: dict
     write(target / f"{entry['name']}.{CRC}", len(content), [content])
 
 
-def _checked(place: Place, crc32s: list[int]) -> Iterator[memoryview]:
+def _checked(place: StoragePlace, crc32s: list[int]) -> Iterator[memoryview]:
     for number, block in enumerate(blocks_of(place)):
         if crc32s[number : number + 1] != [zlib.crc32(block)]:
             raise DataError(
@@ -127,7 +131,7 @@ def _checked(place: Place, crc32s: list[int]) -> Iterator[memoryview]:
         yield block
 
 
-def write(place: Place, size: int, blocks: Iterable[memoryview]) -> None:
+def write(place: StoragePlace, size: int, blocks: Iterable[memoryview]) -> None:
     """Write a file of `size` bytes atomically: it appears whole or not at all. `blocks`: contents
     in blocks of CHECKSUM_BLOCK bytes; the last may be shorter."""
     if not isinstance(place, ObjectPath):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpointing.format.untrusted import printable, read_object
-from checkpointing.storage.place import Place, location
+from checkpointing.storage.place import StoragePlace, location
 from checkpointing.storage.steps import storage_of
 from trainer.data.shards import SPLITS, DataError, TokenDataset, read_index
 from trainer.data.tokenizer import read_tokenizer
@@ -15,7 +15,7 @@ _LOOKED_AT = 1 << 20
 """Bytes that are read from the beginning of rejects.jsonl."""
 
 
-def inspect(directory: str | Place, documents: int = 2) -> str:
+def inspect(directory: str | StoragePlace, documents: int = 2) -> str:
     """Describe a data set: counts, sources, and first rejected records; for plain text, also the
     first `documents` documents, decoded.
 
@@ -84,7 +84,7 @@ class _SampledDocument:
         return f"document {self.number}, {len(self.tokens):,} tokens, {trained:,} of them trained"
 
 
-def sample(directory: str | Place, count: int) -> list[_SampledDocument]:
+def sample(directory: str | StoragePlace, count: int) -> list[_SampledDocument]:
     """Return `count` documents of the training split, evenly spaced. Raises DataError."""
     dataset = TokenDataset(directory, "train")
     tokenizer = read_tokenizer(location(directory) / "tokenizer.json")
@@ -119,7 +119,7 @@ def as_text(documents: Sequence[_SampledDocument], columns: int | None, *, colou
     return "\n".join(lines)
 
 
-def as_page(directory: str | Place, documents: Sequence[_SampledDocument]) -> str:
+def as_page(directory: str | StoragePlace, documents: Sequence[_SampledDocument]) -> str:
     title = html.escape(printable(f"{directory}: {len(documents)} documents"))
     parts = [_PAGE.replace("TITLE", title)]
     for document in documents:
@@ -151,7 +151,7 @@ sub { font-size: 9px; opacity: .6; padding-left: 2px }
 """
 
 
-def _first_rejects(path: Place) -> list[str]:
+def _first_rejects(path: StoragePlace) -> list[str]:
     begin = memoryview(bytearray(_LOOKED_AT))
     try:
         with storage_of(path).open(path) as file:

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from checkpointing.storage.place import Place
+from checkpointing.storage.place import StoragePlace
 from elastic.group.batch_plan import BatchPlan
 from elastic.process import die_with_parent
 from trainer.data.order import BLOCK, ORDER_VERSION, Order, block_counts, sample_digest
@@ -39,8 +39,8 @@ from trainer.data.stages import DataSetOrder, fingerprints_of
 from trainer.data.stream import CONSUMED, COUNTED, IGNORED_LABEL, AccountedStream, Stream
 
 if TYPE_CHECKING:
-    from trainer.recipe.sections import DataCache
-    from trainer.recipe.stages import StageRow
+    from trainer.recipe.sections import DataCacheSection
+    from trainer.recipe.stages import RecipeStageRow
 
 MASK = 0xFFFFFFFF
 READ_AHEAD = 4
@@ -100,7 +100,7 @@ class TokenStream:
     @classmethod
     def open(
         cls,
-        sources: Sequence[tuple[str | Place, float]],
+        sources: Sequence[tuple[str | StoragePlace, float]],
         *,
         split: str,
         seq_len: int,
@@ -110,8 +110,8 @@ class TokenStream:
         reader: Reader = "auto",
         pack: Pack = "auto",
         ahead: int = 8,
-        cache: "DataCache | None" = None,
-        stages: "Sequence[StageRow]" = (),
+        cache: "DataCacheSection | None" = None,
+        stages: "Sequence[RecipeStageRow]" = (),
     ) -> "TokenStream":
         """Open prepared data sets as one stream.
 
@@ -349,7 +349,7 @@ def identity_of(stream: Stream) -> str:
     return str([stream.fingerprint, *(print_ for _, print_ in later_stages(stream))][-1])
 
 
-def check_weights(stages: "Sequence[StageRow]", paths: Sequence[str | Place]) -> None:
+def check_weights(stages: "Sequence[RecipeStageRow]", paths: Sequence[str | StoragePlace]) -> None:
     """Check that in every stage each data set gets at least one of BLOCK sequences. `paths`: the
     data sets' paths, for messages. Raises DataError if a weight is too small."""
     for number, row in enumerate(stages):

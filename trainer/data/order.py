@@ -12,14 +12,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.group.permutation import MASK, U64, Permutation, mix, splitmix64
+from elastic.group.permutation import MASK, U64, SamplerPermutation, mix, splitmix64
 
 ORDER_VERSION = 1
 BLOCK = 1024
 """Number of consecutive positions in which a mixture has exact shares."""
 
 
-class MixtureBlocks:
+class DataMixtureBlocks:
     """Distributes sources over blocks of BLOCK positions, with an exact number of each, by
     weight."""
 
@@ -30,7 +30,9 @@ class MixtureBlocks:
         """(sources,): positions of each source in a block; may be 0."""
         self._ends = np.cumsum(self.counts)
         self._starts = self._ends - self.counts
-        self._block = lru_cache(maxsize=64)(lambda block: Permutation(BLOCK, seed, 0, block, *key))
+        self._block = lru_cache(maxsize=64)(
+            lambda block: SamplerPermutation(BLOCK, seed, 0, block, *key)
+        )
 
     def turns(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (source, number of earlier samples of that source) of each position, (N,) each."""
@@ -73,16 +75,16 @@ class Order:
                 "and one weight per source"
             )
         self._seed, self._sizes = seed, list(sizes)
-        self._blocks = MixtureBlocks(weights, seed)
+        self._blocks = DataMixtureBlocks(weights, seed)
         for number, (size, count) in enumerate(zip(sizes, self._blocks.counts, strict=True)):
             if size < 1 or count < 1:
                 raise ValueError(
                     f"source {number} has {size} samples and {count} of {BLOCK} places in a block; "
                     "both must be at least 1: raise its weight, or remove it"
                 )
-        # Keys of `MixtureBlocks` begin with 0, these with 1 + source, so no two are equal.
+        # Keys of `DataMixtureBlocks` begin with 0, these with 1 + source, so no two are equal.
         self._epoch = lru_cache(maxsize=64)(
-            lambda source, epoch: Permutation(self._sizes[source], seed, 1 + source, epoch)
+            lambda source, epoch: SamplerPermutation(self._sizes[source], seed, 1 + source, epoch)
         )
 
     def __reduce__(self) -> tuple:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from elastic.group.permutation import Permutation
+from elastic.group.permutation import SamplerPermutation
 from trainer.data.shards import DataError, TokenDataset
 from trainer.data.stream import IGNORED_LABEL
 
@@ -104,7 +104,7 @@ class DocumentBins:
         self.sequences = len(self._starts) - 1
         self.counted = True
         # `best_fit` sorts bins by length; shuffled, any part of them resembles the whole.
-        self._order = Permutation(max(1, self.sequences))(np.arange(self.sequences))
+        self._order = SamplerPermutation(max(1, self.sequences))(np.arange(self.sequences))
         self.items = len(items)
         """Documents, or pairs, in all sequences."""
         self.left_out = len(lengths) // self.together - self.items

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from checkpointing.errors import StorageError
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
-from trainer.data.cache import ShardCopies, wrong_twice
+from trainer.data.cache import DataShardCopies, wrong_twice
 from trainer.data.shards import CHECKSUM_BLOCK, CRC, CRC_BLOCK, DataError, small_checksums
-from trainer.recipe.sections import DataCache
+from trainer.recipe.sections import DataCacheSection
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +42,12 @@ MOST_BYTES = 8 << 20
 
 
 def open_shards(
-    directory: ObjectPath, index: dict[str, Any], split: str, cache: DataCache | None
-) -> "list[RemoteShard]":
+    directory: ObjectPath, index: dict[str, Any], split: str, cache: DataCacheSection | None
+) -> "list[RemoteDataShard]":
     """Open the shards of a split of a data set. Makes no request. Raises DataError if `index`, the
     contents of index.json, has no checksums of small blocks."""
     dtype = np.dtype(index["dtype"]).newbyteorder("<")
-    copies = ShardCopies(cache.directory, index["fingerprint"]) if cache else None
+    copies = DataShardCopies(cache.directory, index["fingerprint"]) if cache else None
     shards = []
     for entry in index["splits"][split]["shards"]:
         if f"{CRC}_crc32" not in entry:
@@ -56,7 +56,7 @@ def open_shards(
                 "a store needs, because an older version wrote it; copy the data set again with "
                 f"`perdure data copy DIRECTORY {directory}`, which adds them"
             )
-        shards.append(RemoteShard(directory, entry, dtype, copies))
+        shards.append(RemoteDataShard(directory, entry, dtype, copies))
     return shards
 
 
@@ -85,7 +85,7 @@ def _read_whole(path: ObjectPath, size: int, crc32s: Sequence[int]) -> memoryvie
     return data
 
 
-class RangeRead:
+class RemoteDataRead:
     """A range of an object that is being fetched by another thread."""
 
     def __init__(
@@ -127,7 +127,7 @@ class RangeRead:
                 self._tries.append(_threads("second", os.getpid()).submit(self._fetch))
 
 
-class RemoteShard:
+class RemoteDataShard:
     """The tokens of a shard in an object store; called with (start, length), it returns tokens."""
 
     def __init__(
@@ -135,7 +135,7 @@ class RemoteShard:
         directory: ObjectPath,
         entry: dict[str, Any],
         dtype: np.dtype,
-        copies: ShardCopies | None,
+        copies: DataShardCopies | None,
     ) -> None:
         """Open the shard of `entry`, its entry in index.json. `copies`: local copies; None: always
         read from the store."""
@@ -151,10 +151,10 @@ class RemoteShard:
         in this process."""
         self._process, self._lock = os.getpid(), Lock()
         self._crc: NDArray[np.uint32] | None = None
-        self._ranges: WeakValueDictionary[int, RangeRead] = WeakValueDictionary()
+        self._ranges: WeakValueDictionary[int, RemoteDataRead] = WeakValueDictionary()
         """Block number → the fetch that covers it, while a caller holds that fetch."""
 
-    def begin(self, windows: Iterable[tuple[int, int]]) -> list[RangeRead]:
+    def begin(self, windows: Iterable[tuple[int, int]]) -> list[RemoteDataRead]:
         """Start to fetch windows (start, length) of tokens that are not being fetched already. The
         data stay in memory as long as the returned list. Adjacent blocks become one range."""
         if self._process != os.getpid():
@@ -169,7 +169,7 @@ class RemoteShard:
         for first, last in _runs([block for block in known if block not in found]):
             offset, stop = first * CRC_BLOCK, min((last + 1) * CRC_BLOCK, self._size)
             fetch = partial(self._fetch_checked, first, stop - offset)
-            read = RangeRead(self._path, offset, stop - offset, fetch)
+            read = RemoteDataRead(self._path, offset, stop - offset, fetch)
             for block in range(first, last + 1):
                 self._ranges[block] = found[block] = read
         return list(dict.fromkeys(found.values()))

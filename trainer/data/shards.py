@@ -46,13 +46,13 @@ from checkpointing.format.untrusted import (
     count,
     read_object,
 )
-from checkpointing.storage.place import ObjectPath, Place, local, location
+from checkpointing.storage.place import ObjectPath, StoragePlace, local, location
 from checkpointing.storage.posix import filesystem, is_shared, read_at
 from checkpointing.storage.steps import storage_of
 
 if TYPE_CHECKING:
-    from trainer.data.remote import RangeRead, RemoteShard
-    from trainer.recipe.sections import DataCache
+    from trainer.data.remote import RemoteDataRead, RemoteDataShard
+    from trainer.recipe.sections import DataCacheSection
 
 FORMAT, FORMAT_OF_CHATS = 1, 2
 KINDS = {FORMAT: ("tokens", "ends"), FORMAT_OF_CHATS: ("tokens", "ends", "trained")}
@@ -75,7 +75,7 @@ class DataError(ValueError):
     """Training data, or an option of their preparation, cannot be used; the message says where."""
 
 
-def read_index(directory: str | Place) -> dict[str, Any]:
+def read_index(directory: str | StoragePlace) -> dict[str, Any]:
     """Read index.json of a prepared data set. Raises DataError if the file is missing,
     unreadable, malformed, edited or of an unknown format, and StorageError if the bucket does not
     exist."""
@@ -122,14 +122,14 @@ def read_index(directory: str | Place) -> dict[str, Any]:
     return index
 
 
-def is_prepared(directory: str | Place) -> bool:
+def is_prepared(directory: str | StoragePlace) -> bool:
     """Whether a directory or URL has a prepared data set. Raises StorageError if the bucket does
     not exist."""
     path = location(directory) / "index.json"
     return storage_of(path).exists(path)
 
 
-def read_small(path: Place) -> bytes:
+def read_small(path: StoragePlace) -> bytes:
     """Read a file of at most MAX_JSON_BYTES bytes. Raises OSError if it cannot be read or is
     larger."""
     return storage_of(path).read(path, MAX_JSON_BYTES)
@@ -219,10 +219,10 @@ class TokenDataset:
 
     def __init__(
         self,
-        directory: str | Place,
+        directory: str | StoragePlace,
         split: str,
         reader: Reader = "auto",
-        cache: "DataCache | None" = None,
+        cache: "DataCacheSection | None" = None,
     ) -> None:
         """Open a split, and check the size of every file against index.json.
 
@@ -276,7 +276,7 @@ class TokenDataset:
         """Whether eos tokens occur only at ends of documents. Then the .ends files of a data set in
         a store, which may take gigabytes, are not downloaded."""
         self._shards: list[Callable[[int, int], NDArray]] = []
-        self._remote: list[RemoteShard] = []
+        self._remote: list[RemoteDataShard] = []
         if isinstance(directory, ObjectPath):
             from trainer.data.remote import open_shards  # imports the client of object stores
 
@@ -293,7 +293,7 @@ class TokenDataset:
     def _path(self, shard: int, kind: str) -> Any:
         return self._directory / f"{self._entries[shard]['name']}.{kind}"
 
-    def begin(self, windows: Iterable[tuple[int, int]]) -> "list[RangeRead]":
+    def begin(self, windows: Iterable[tuple[int, int]]) -> "list[RemoteDataRead]":
         """Start to fetch windows (start, length) of tokens from an object store, for later calls of
         `read`. The data stay in memory as long as the returned list."""
         if not self._remote:
@@ -391,9 +391,9 @@ class TokenDataset:
             raise DataError(f"{path}: cannot be read: {error}; copy the file again") from error
         return input_file, int.from_bytes(line, "little")
 
-    def file_of(self, start: int) -> Place:
+    def file_of(self, start: int) -> StoragePlace:
         """Path of the shard that holds token `start`, for messages."""
-        found: Place = self._path(next(self._pieces(start, 1))[0], "tokens")
+        found: StoragePlace = self._path(next(self._pieces(start, 1))[0], "tokens")
         return found
 
     def _ends_of(self, shard: int) -> NDArray:
@@ -443,7 +443,7 @@ def _inputs_of(index: dict[str, Any], split: str) -> list[tuple[int, str]]:
     return files
 
 
-def check_sizes(directory: Place, expected: Mapping[str, int]) -> None:
+def check_sizes(directory: StoragePlace, expected: Mapping[str, int]) -> None:
     """Check that files have the sizes in index.json. In an object store, one request covers a
     thousand files. Raises DataError if a file is missing or has another size."""
     if not isinstance(directory, ObjectPath):
@@ -459,7 +459,7 @@ def check_sizes(directory: Place, expected: Mapping[str, int]) -> None:
         _compare_sizes(directory / name, found[name].st_size, size)
 
 
-def check_size(path: Place, expected: int) -> None:
+def check_size(path: StoragePlace, expected: int) -> None:
     """Check that a file has the size in index.json. Raises DataError if it is missing or has
     another size."""
     try:
@@ -469,7 +469,7 @@ def check_size(path: Place, expected: int) -> None:
     _compare_sizes(path, found, expected)
 
 
-def _compare_sizes(path: Place, found: int, expected: int) -> None:
+def _compare_sizes(path: StoragePlace, found: int, expected: int) -> None:
     if found != expected:
         what = "truncated" if found < expected else "too long"
         raise DataError(f"{path}: {what}: {found} bytes instead of {expected}; {_CURE}")
@@ -500,7 +500,7 @@ def _open_shard(path: Path, dtype: np.dtype, mode: str) -> Callable[[int, int], 
 
 
 def _open_numbers(
-    path: Place, dtype: str, count: int, crc32s: list[int], contents: str
+    path: StoragePlace, dtype: str, count: int, crc32s: list[int], contents: str
 ) -> NDArray[Any]:
     """Map all numbers of a shard's file into memory, or download them. `contents`: what they are,
     for messages. Raises DataError if the file cannot be read, or a checksum is wrong."""
@@ -521,7 +521,7 @@ def _open_numbers(
     return numbers
 
 
-def _open_ends(path: Place, shard: dict[str, Any]) -> NDArray:
+def _open_ends(path: StoragePlace, shard: dict[str, Any]) -> NDArray:
     """Open the .ends file of a shard. Raises DataError if its checksum is wrong, or its numbers do
     not ascend to the end of the shard: a search in them would give wrong attention masks."""
     contents, last = "ends of documents", 0
@@ -537,7 +537,7 @@ def _open_ends(path: Place, shard: dict[str, Any]) -> NDArray:
     return ends
 
 
-def _damaged(path: Place, contents: str) -> DataError:
+def _damaged(path: StoragePlace, contents: str) -> DataError:
     return DataError(f"{path}: damaged: its {contents} have changed; {_CURE}")
 
 
@@ -557,7 +557,7 @@ def _read(path: Path, descriptor: int, dtype: np.dtype, start: int, length: int)
     return tokens
 
 
-def checksums(path: Place) -> tuple[str, list[int]]:
+def checksums(path: StoragePlace) -> tuple[str, list[int]]:
     """Return (SHA-256, CRC-32 of every 16 MiB block) of a file."""
     digest, blocks = hashlib.sha256(), []
     for block in blocks_of(path):
@@ -572,7 +572,7 @@ def small_checksums(block: memoryview) -> NDArray[np.uint32]:
     return np.array([zlib.crc32(block[start : start + CRC_BLOCK]) for start in starts], "<u4")
 
 
-class SmallChecksums:
+class DataShardChecksums:
     """Computes the .crc file of a shard, block by block from its tokens."""
 
     def __init__(self, dtype: np.dtype, eos_id: int) -> None:
@@ -595,7 +595,7 @@ class SmallChecksums:
         return {f"{CRC}_sha256": digest, f"{CRC}_crc32": crc32s, "eos": self._eos}
 
 
-def verify(directory: str | Place) -> list[str]:
+def verify(directory: str | StoragePlace) -> list[str]:
     """Read and check all shards and the tokenizer; return a line per problem, with file and block.
     Raises DataError if index.json itself is missing or damaged."""
     directory = location(directory)
@@ -632,7 +632,7 @@ def verify(directory: str | Place) -> list[str]:
     return problems
 
 
-def blocks_of(path: Place) -> Iterator[memoryview]:
+def blocks_of(path: StoragePlace) -> Iterator[memoryview]:
     """Yield the bytes of a file, 16 MiB at a time; each block is valid until the next. Raises
     OSError if the file cannot be read."""
     with storage_of(path).open(path) as file:

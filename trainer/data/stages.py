@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.order import BLOCK, MixtureBlocks, Permutation, checked_positions
+from trainer.data.order import BLOCK, DataMixtureBlocks, SamplerPermutation, checked_positions
 
 if TYPE_CHECKING:
-    from trainer.recipe.stages import StageRow
+    from trainer.recipe.stages import RecipeStageRow
 
 STAGED_ORDER_VERSION = 2
 NO_TURNS = np.empty(0, np.int64)
 
 
-class Mixture(NamedTuple):
+class DataMixture(NamedTuple):
     """The mixture of sources from a position on, until the next mixture begins."""
 
     begin: int
@@ -43,12 +43,12 @@ class Mixture(NamedTuple):
     """Source → number of samples, for sources that are new or have grown."""
 
 
-class StagedOrder:
+class StagedDataOrder:
     """The endless order of samples under a table of mixtures: position → sample. Like `Order`, a
     pure function of the table and the seed. Each source yields every sample once before it repeats
     one, whichever mixtures it is in."""
 
-    def __init__(self, mixtures: Sequence[Mixture], seed: int) -> None:
+    def __init__(self, mixtures: Sequence[DataMixture], seed: int) -> None:
         """`mixtures`: in ascending order; the first begins at 0. Raises ValueError if a mixture
         contradicts an earlier one."""
         self._mixtures, self._seed = list(mixtures), seed
@@ -69,11 +69,13 @@ class StagedOrder:
                 self._sources.setdefault(source, _SourceState()).grow(source, size)
             self._parts.append(_MixtureTurns(number, mixture, self._sources, seed))
         self._begins = np.array([part.begin for part in self._parts])
-        self._permutation = lru_cache(maxsize=64)(lambda size, *key: Permutation(size, seed, *key))
+        self._permutation = lru_cache(maxsize=64)(
+            lambda size, *key: SamplerPermutation(size, seed, *key)
+        )
 
     def __reduce__(self) -> tuple:
         # The caches hold lambdas, which cannot be pickled.
-        return StagedOrder, (self._mixtures, self._seed)
+        return StagedDataOrder, (self._mixtures, self._seed)
 
     def locate(
         self, positions: NDArray | Sequence[int]
@@ -139,7 +141,7 @@ class DataSetOrder:
     """The order of samples under the stages of a recipe: position → sample of a data set. A data
     set may extend an earlier one: both are then one source."""
 
-    def __init__(self, rows: "Sequence[StageRow]", sizes: Sequence[int], seed: int) -> None:
+    def __init__(self, rows: "Sequence[RecipeStageRow]", sizes: Sequence[int], seed: int) -> None:
         """`rows`: stages of a recipe. `sizes`: number of samples in each data set. Raises
         ValueError if the weight of a data set is too small."""
         parts: dict[int, list[int]] = {}
@@ -149,8 +151,8 @@ class DataSetOrder:
                 parts.setdefault(extended, []).append(data_set)
             grown = set(row.joins.values())
             totals = {source: sum(sizes[part] for part in parts[source]) for source in grown}
-            mixtures.append(Mixture(row.begin, row.weights, totals))
-        self._order = StagedOrder(mixtures, seed)
+            mixtures.append(DataMixture(row.begin, row.weights, totals))
+        self._order = StagedDataOrder(mixtures, seed)
         self._parts = {
             source: (np.array(several), np.cumsum([0, *(sizes[part] for part in several[:-1])]))
             for source, several in parts.items()
@@ -174,7 +176,7 @@ class DataSetOrder:
 
 
 def fingerprints_of(
-    rows: "Sequence[StageRow]", first: str, contents: Sequence[Sequence[object]]
+    rows: "Sequence[RecipeStageRow]", first: str, contents: Sequence[Sequence[object]]
 ) -> list[tuple[int, str]]:
     """Return (first position, fingerprint) of each stage after the first. A fingerprint covers all
     stages up to its own, but no later ones, so that the table may grow. `first`: fingerprint of the
@@ -245,13 +247,13 @@ class _MixtureTurns:
     """The assignment of the sources' turns to the positions of one mixture."""
 
     def __init__(
-        self, number: int, mixture: Mixture, known: Mapping[int, _SourceState], seed: int
+        self, number: int, mixture: DataMixture, known: Mapping[int, _SourceState], seed: int
     ) -> None:
         self.begin, self.sources = mixture.begin, np.array(sorted(mixture.weights), np.int64)
         if not len(self.sources):
             raise ValueError(f"mixture {number} has no source")
         key = (number,) if number else ()  # the first mixture is ordered as in order version 1
-        self._blocks = MixtureBlocks(
+        self._blocks = DataMixtureBlocks(
             [mixture.weights[source] for source in self.sources], seed, *key
         )
         for source, count in zip(self.sources, self._blocks.counts, strict=True):

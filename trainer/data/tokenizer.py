@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from checkpointing.format.untrusted import read_object
-from checkpointing.storage.place import Place, location
+from checkpointing.storage.place import StoragePlace, location
 from checkpointing.storage.source import MOST_BYTES
 from checkpointing.storage.steps import storage_of
 from elastic.node.files import read_bytes
@@ -64,7 +64,7 @@ def tokenizer_file(path: str | Path) -> Path:
     return file
 
 
-def read_tokenizer(file: str | Place) -> Tokenizer:
+def read_tokenizer(file: str | StoragePlace) -> Tokenizer:
     """Read a Hugging Face tokenizer.json. Truncation, padding and BPE dropout, which would make the
     tokens of a text random, are turned off. Raises DataError if the file cannot be read,
     StorageError if the store does not answer or denies access."""
@@ -75,7 +75,7 @@ def read_tokenizer(file: str | Place) -> Tokenizer:
         raise DataError(f"{file}: not a tokenizer.json: {error.strerror}") from error
 
 
-def parse_tokenizer(content: bytes, file: str | Place) -> Tokenizer:
+def parse_tokenizer(content: bytes, file: str | StoragePlace) -> Tokenizer:
     """Create a tokenizer from the contents of a tokenizer.json, as `read_tokenizer` does. `file`:
     its name, for messages. Raises DataError if the contents are no tokenizer."""
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.group.permutation import Permutation
+from elastic.group.permutation import SamplerPermutation
 from trainer.data.shards import DataError
 
 Pairs = NDArray[np.int64]
@@ -18,7 +18,7 @@ Pairs = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Interactions:
+class KgatInteractions:
     """Interactions of users with items, and triples of a knowledge graph about items."""
 
     users: int
@@ -39,7 +39,7 @@ class Interactions:
 
 
 @dataclass(frozen=True)
-class KnowledgeGraph:
+class KgatGraph:
     """The collaborative knowledge graph (section 3 of Wang et al. 2019): interactions and triples,
     each edge in both directions, sorted by head, tail, relation. Nodes are the users, then the
     entities. Relation 0 is interaction; the relations of the triples follow, then the inverses of
@@ -57,7 +57,7 @@ class KnowledgeGraph:
 
 def read_interactions(
     path: str, format: str = "auto", evaluate_on: str = "test", split_seed: int = 0
-) -> Interactions:
+) -> KgatInteractions:
     """Read a data set. The arguments are options of `trainer.kgat.open_graph`. Raises DataError if
     a file is missing or malformed."""
     directory = Path(path)
@@ -79,7 +79,7 @@ def read_interactions(
     return data
 
 
-def build_edges(data: Interactions) -> KnowledgeGraph:
+def build_edges(data: KgatInteractions) -> KgatGraph:
     """Join interactions and triples in one graph."""
     kinds = 1 + data.kg_relations
     head = np.concatenate([data.train[:, 0], data.users + data.triples[:, 0]])
@@ -91,12 +91,12 @@ def build_edges(data: Interactions) -> KnowledgeGraph:
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     reverse = np.roll(place, len(head))[order]
-    return KnowledgeGraph(
+    return KgatGraph(
         data.users + data.entities, 2 * kinds, heads[order], both[order], tails[order], reverse
     )
 
 
-def fingerprint(data: Interactions) -> str:
+def fingerprint(data: KgatInteractions) -> str:
     """Return the SHA-256 of the training data: numbers of nodes, interactions and triples."""
     digest = hashlib.sha256(repr((data.users, data.items, data.entities)).encode())
     for array in (data.train, data.triples):
@@ -107,7 +107,7 @@ def fingerprint(data: Interactions) -> str:
 # --- the format of the paper's authors ---------------------------------------------------------
 
 
-def _read_kgat(directory: Path, evaluate_on: str, _split_seed: int) -> Interactions:
+def _read_kgat(directory: Path, evaluate_on: str, _split_seed: int) -> KgatInteractions:
     if evaluate_on != "test":
         raise DataError(
             f"{directory}: train.txt and test.txt have no validation part; set "
@@ -119,7 +119,7 @@ def _read_kgat(directory: Path, evaluate_on: str, _split_seed: int) -> Interacti
     train, test = _read_lists(train_file), _read_lists(test_file)
     triples = _unique(_read_numbers(kg_file, columns=3))
     items = 1 + _largest(train[:, 1], test[:, 1])
-    return Interactions(
+    return KgatInteractions(
         users=1 + _largest(train[:, 0], test[:, 0]),
         items=items,
         entities=max(items, 1 + _largest(triples[:, ::2])),
@@ -164,7 +164,7 @@ def _read_numbers(path: Path, columns: int) -> NDArray[np.int64]:
 # --- RecBole's atomic files ----------------------------------------------------------------------
 
 
-def _read_recbole(directory: Path, evaluate_on: str, split_seed: int) -> Interactions:
+def _read_recbole(directory: Path, evaluate_on: str, split_seed: int) -> KgatInteractions:
     # All interactions count, whatever their rating. If several items link to one entity, the first
     # item gets the entity's triples.
     user, item = _read_columns(_existing(directory, "*.inter"), "user_id", "item_id")
@@ -186,7 +186,7 @@ def _read_recbole(directory: Path, evaluate_on: str, split_seed: int) -> Interac
 
     train, validation, test = _split(_unique(np.column_stack([users, items])), split_seed)
     testing = evaluate_on == "test"
-    return Interactions(
+    return KgatInteractions(
         users=len(user_names),
         items=len(item_names),
         entities=len(item_names) + len(others),
@@ -203,7 +203,7 @@ def _read_recbole(directory: Path, evaluate_on: str, split_seed: int) -> Interac
 def _split(pairs: Pairs, seed: int) -> tuple[Pairs, Pairs, Pairs]:
     """Split pairs into training, validation and test: of a user's n interactions in random order,
     the last n // 10 are for testing and the n // 10 before them for validation."""
-    shuffled = pairs[Permutation(len(pairs), seed)(np.arange(len(pairs)))]
+    shuffled = pairs[SamplerPermutation(len(pairs), seed)(np.arange(len(pairs)))]
     shuffled = shuffled[np.argsort(shuffled[:, 0], kind="stable")]
     counts = np.bincount(shuffled[:, 0])
     ends = np.cumsum(counts)

@@ -20,8 +20,8 @@ from pydantic import ConfigDict, validate_call
 from torch import Tensor, nn
 
 from trainer.data import Samples
-from trainer.kgat.graph import KnowledgeGraph
-from trainer.kgat.stream import GraphStream
+from trainer.kgat.graph import KgatGraph
+from trainer.kgat.stream import KgatStream
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.seeds import stable_seed
 from trainer.recipe.value_types import Amount, Positive, Share
@@ -44,7 +44,7 @@ class _GraphTensors:
     change, so neither DDP nor checkpoints need them. `popularity`: training interactions of each
     item, (I,) int64."""
 
-    def __init__(self, edges: KnowledgeGraph, popularity: NDArray[np.int64]) -> None:
+    def __init__(self, edges: KgatGraph, popularity: NDArray[np.int64]) -> None:
         self.nodes, self.relations = edges.nodes, edges.relations
         self.counts = np.bincount(edges.kinds, minlength=edges.relations).tolist()
         """Number of edges of each relation."""
@@ -64,7 +64,7 @@ class _GraphTensors:
         return self
 
 
-class Propagate(torch.autograd.Function):
+class KgatPropagation(torch.autograd.Function):
     """Weighted sum over the neighbours of each node, and its gradient, as sparse products. The
     graph has the inverse of every edge, so the transposed matrix has entries at the same places,
     with the weights of each edge and its inverse exchanged: backward sorts nothing."""
@@ -138,7 +138,7 @@ class KGAT(nn.Module):
         data is not a graph, or a key of the recipe does not work with KGAT."""
         super().__init__()
         stream = data and data.train
-        if not isinstance(stream, GraphStream):
+        if not isinstance(stream, KgatStream):
             raise RecipeError("model.factory: KGAT needs data.factory: trainer.kgat:open_graph")
         _check(recipe)
         edges, sizes = stream.edges, stream.data
@@ -219,7 +219,7 @@ class KGAT(nn.Module):
         weights = F.dropout(self.attention, self.node_dropout, self.training)
         parts = [F.embedding(places, nodes)]
         for aggregator in aggregators:
-            neighbours = Propagate.apply(self._graph.to(nodes.device), weights, nodes)
+            neighbours = KgatPropagation.apply(self._graph.to(nodes.device), weights, nodes)
             if aggregator is aggregators[-1]:  # after the last layer other nodes are not needed
                 nodes, neighbours = nodes[: self.ranked], neighbours[: self.ranked]
             nodes = F.dropout(aggregator(nodes, neighbours), self.message_dropout, self.training)

@@ -12,8 +12,8 @@ from trainer.data import Samples
 from trainer.data.order import ORDER_VERSION, Order, random_integers
 from trainer.data.shards import DataError
 from trainer.kgat.graph import (
-    Interactions,
-    KnowledgeGraph,
+    KgatGraph,
+    KgatInteractions,
     build_edges,
     fingerprint,
     read_interactions,
@@ -42,11 +42,11 @@ def open_graph(
     malformed."""
     data = read_interactions(path, format, evaluate_on, split_seed)
     seed, global_batch = recipe.run.seed, recipe.batch.global_batch
-    train = GraphStream(data, build_edges(data), seed, global_batch, triples_per_sample)
+    train = KgatStream(data, build_edges(data), seed, global_batch, triples_per_sample)
     return Samples(train, validation=KgatEvaluationStream(data))
 
 
-class GraphStream:
+class KgatStream:
     """Training samples by position: interactions, and edges of the graph.
 
     [Note: phases] An epoch is a phase of CF steps (collaborative filtering), whose samples are
@@ -60,8 +60,8 @@ class GraphStream:
 
     def __init__(
         self,
-        data: Interactions,
-        edges: KnowledgeGraph,
+        data: KgatInteractions,
+        edges: KgatGraph,
         seed: int,
         global_batch: int,
         triples_per_sample: int,
@@ -165,7 +165,7 @@ class GraphStream:
 class KgatEvaluationStream:
     """Evaluation samples by position: the users with held-out items, and their items."""
 
-    def __init__(self, data: Interactions) -> None:
+    def __init__(self, data: KgatInteractions) -> None:
         self._items = data.items
         self._users = np.unique(data.held_out[:, 0])
         self._known = _by_user(np.concatenate([data.train, data.masked]), data.users)

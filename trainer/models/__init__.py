@@ -4,7 +4,7 @@ from trainer.models.attention import choose_attention
 from trainer.models.decoder import MLP, Attention, Block, Decoder, RMSNorm
 from trainer.models.family import Family, init_parameter
 from trainer.models.hf import (
-    ConfigError,
+    ModelConfigError,
     config_json,
     generation_config_json,
     read_config,
@@ -20,7 +20,7 @@ __all__ = [
     "RMSNorm",
     "choose_attention",
     "init_parameter",
-    "ConfigError",
+    "ModelConfigError",
     "read_config",
     "config_json",
     "generation_config_json",

@@ -13,7 +13,7 @@ from checkpointing.format.nf4 import BLOCK, NF4, dequantise, packed_shape
 from checkpointing.format.peft import scale_of, write_config
 from trainer.models.transformers_model import TextModel
 from trainer.recipe import RecipeError
-from trainer.recipe.sections import Adapter
+from trainer.recipe.sections import AdapterSection
 from trainer.recipe.seeds import stable_seed
 
 _NAMED = 8  # most names listed in a message
@@ -22,7 +22,7 @@ _NAMED = 8  # most names listed in a message
 class LoraLinear(nn.Linear):
     """y = W x + b + scale · B A x, with frozen W and b. No wrapper changes the FQNs of others."""
 
-    def __init__(self, layer: nn.Linear, options: Adapter) -> None:
+    def __init__(self, layer: nn.Linear, options: AdapterSection) -> None:
         # nn.Linear's constructor would allocate a second weight
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
@@ -76,7 +76,7 @@ class _Nf4Product(torch.autograd.Function):
         return gradients[0] @ dequantise(packed, gradients[0].dtype), None, None
 
 
-def add_adapters(model: TextModel, options: Adapter, dtype: str = "bf16") -> None:
+def add_adapters(model: TextModel, options: AdapterSection, dtype: str = "bf16") -> None:
     """Freeze a model in place, and add adapters to linear layers of its blocks. Call it before any
     strategy is applied. `dtype`: `precision.dtype`. Raises RecipeError for unsuitable options."""
     layers = _targets(model, options)
@@ -98,7 +98,7 @@ def add_adapters(model: TextModel, options: Adapter, dtype: str = "bf16") -> Non
         model.set_submodule(name, LoraLinear(layer, options))
 
 
-def _targets(model: TextModel, options: Adapter) -> dict[str, nn.Linear]:
+def _targets(model: TextModel, options: AdapterSection) -> dict[str, nn.Linear]:
     inside = {module for block in model.blocks for module in block.modules()}
     routers = {
         getattr(module, key) for module in model.modules() for key in getattr(module, "precise", ())
@@ -131,7 +131,7 @@ def _targets(model: TextModel, options: Adapter) -> dict[str, nn.Linear]:
     return {name: layer for name, layer in known.items() if name in named}
 
 
-def _trained_whole(model: TextModel, options: Adapter, layers: Iterable[str]) -> set[str]:
+def _trained_whole(model: TextModel, options: AdapterSection, layers: Iterable[str]) -> set[str]:
     """FQNs of all parameters in the modules that `options.also` names. `layers` get adapters."""
     parameters, tied = set[str](), model.tied_copies
     heads = {name.split(".")[-2] for name in tied}
@@ -182,7 +182,7 @@ def draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.empty(shape).uniform_(-1, 1, generator=generator) / shape[1] ** 0.5
 
 
-def adapter_config(model: TextModel, options: Adapter, base: str) -> bytes:
+def adapter_config(model: TextModel, options: AdapterSection, base: str) -> bytes:
     """PEFT's adapter_config.json. `base`: directory of the frozen weights."""
     linear = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
     layers = {name for name, one in linear.items() if isinstance(one, LoraLinear)}

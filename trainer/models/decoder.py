@@ -22,7 +22,7 @@ from trainer.models.family import Family, family_of
 from trainer.models.loss import HeadLoss, preference_loss
 from trainer.models.rotary import Rope, rope_table, rotate
 from trainer.recipe.architecture import Architecture
-from trainer.recipe.sections import Objective
+from trainer.recipe.sections import ObjectiveSection
 
 TENSOR_PLAN = {
     "model.embed_tokens": "vocabulary",
@@ -210,7 +210,7 @@ def _embedding(rows: int, columns: int) -> nn.Embedding:
     return nn.Embedding(rows, columns)
 
 
-class WholeSequenceMeans(Protocol):
+class DecoderMeans(Protocol):
     """Converts means over this rank's part of the sequences to means over whole sequences, and
     passes gradients back to the part."""
 
@@ -254,7 +254,7 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False)
         self.head_loss = HeadLoss()
         self.has_head = True
-        self.preference: Objective | None = None
+        self.preference: ObjectiveSection | None = None
         """Objective for pairs of answers; None: cross-entropy."""
 
     @property
@@ -314,7 +314,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Documents | None = None,
         statistics: Tensor | None = None,
-        whole: WholeSequenceMeans | None = None,
+        whole: DecoderMeans | None = None,
         segments: Tensor | None = None,
         answer_labels: Tensor | None = None,
         reference: Tensor | None = None,

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from checkpointing.format.untrusted import read_object
-from checkpointing.storage.place import Place, location
+from checkpointing.storage.place import StoragePlace, location
 from checkpointing.storage.source import MOST_BYTES
 from checkpointing.storage.steps import storage_of
 from trainer.models.family import Family, UnsupportedModelError, family_of
 from trainer.recipe import RecipeError
-from trainer.recipe.architecture import ROPE_KEYS, Architecture, RopeScaling
+from trainer.recipe.architecture import ROPE_KEYS, Architecture, RopeScalingSection
 
 _SIZES = (
     "vocab_size",
@@ -57,11 +57,11 @@ _ORIGINAL = "original_max_position_embeddings"
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
 
 
-class ConfigError(ValueError):
+class ModelConfigError(ValueError):
     """A file of a checkpoint cannot be used; the message has the file and the key."""
 
 
-class NotOursError(ConfigError, UnsupportedModelError):
+class UnsupportedConfigError(ModelConfigError, UnsupportedModelError):
     """A config.json describes a model that no family of Perdure supports, or one of another family
     than the caller requires."""
 
@@ -70,7 +70,7 @@ MOST_LAYERS = 10_000
 _CONFIG_BYTES = 16 << 20
 
 
-def read_config(path: str | Place, family: Family | None = None) -> Architecture:
+def read_config(path: str | StoragePlace, family: Family | None = None) -> Architecture:
     """Read the architecture in a config.json, in the format of transformers 4 or 5.
 
     Args:
@@ -78,8 +78,8 @@ def read_config(path: str | Place, family: Family | None = None) -> Architecture
         family: required family; None: the bundled family of its `model_type`.
 
     Raises:
-        ConfigError: the file or a key is missing or malformed.
-        NotOursError: the family does not support the model.
+        ModelConfigError: the file or a key is missing or malformed.
+        UnsupportedConfigError: the family does not support the model.
     """
     file, config = _file_of(path), read_json(path)
     try:
@@ -93,35 +93,37 @@ def read_config(path: str | Place, family: Family | None = None) -> Architecture
             )
         return architecture
     except UnsupportedModelError as error:
-        raise NotOursError(f"{file}: {error}", error.reason) from error
+        raise UnsupportedConfigError(f"{file}: {error}", error.reason) from error
     except ValueError as error:
-        raise ConfigError(f"{file}: {error}") from error
+        raise ModelConfigError(f"{file}: {error}") from error
 
 
-def read_json(path: str | Place) -> dict[str, Any]:
-    """Read a config.json. `path`: checkpoint directory, or the file itself. Raises ConfigError if
-    the file cannot be read, is no JSON object, or names an unsupported format of weights."""
+def read_json(path: str | StoragePlace) -> dict[str, Any]:
+    """Read a config.json. `path`: checkpoint directory, or the file itself. Raises ModelConfigError
+    if the file cannot be read, is no JSON object, or names an unsupported format of weights."""
     file = _file_of(path)
     try:
         config = read_object(storage_of(file).read(file, _CONFIG_BYTES))
     except OSError as error:
-        raise ConfigError(
+        raise ModelConfigError(
             f"{file}: cannot be read ({error.strerror}); use the directory of a Hugging Face "
             "checkpoint"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{file}: not a JSON object: {error}; copy the file again") from error
+        raise ModelConfigError(
+            f"{file}: not a JSON object: {error}; copy the file again"
+        ) from error
     problem = None
     if config.get("quantization_config"):
         problem = _unsupported("quantization_config", "{…}", "unquantized weights")
     elif name := config.get("transformers_weights"):
         problem = _unsupported("transformers_weights", name, "model.safetensors or its index")
     if problem:
-        raise ConfigError(f"{file}: {problem}")
+        raise ModelConfigError(f"{file}: {problem}")
     return config
 
 
-def _file_of(path: str | Place) -> Place:
+def _file_of(path: str | StoragePlace) -> StoragePlace:
     path = location(path)
     return path / "config.json" if storage_of(path).is_directory(path) else path
 
@@ -167,7 +169,7 @@ def _architecture(config: dict[str, Any], family: Family | None) -> Architecture
         raise ValueError(str(error).replace("model.architecture.options.", "", 1)) from error
 
 
-def _rope(config: dict[str, Any], family: Family) -> tuple[float, RopeScaling | None]:
+def _rope(config: dict[str, Any], family: Family) -> tuple[float, RopeScalingSection | None]:
     # transformers prefers this key if a file has both
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     parameters = config.get(key) or family.defaults.get(key) or {}
@@ -200,7 +202,7 @@ def _rope(config: dict[str, Any], family: Family) -> tuple[float, RopeScaling | 
     values = {name: _rope_value(rope, rope_type, name) for name in ROPE_KEYS[rope_type]}
     if rope_type == "longrope" and values["factor"] is None:
         values["factor"] = config["max_position_embeddings"] / values[_ORIGINAL]
-    return theta, RopeScaling(
+    return theta, RopeScalingSection(
         rope_type=rope_type, **{name: value for name, value in values.items() if value is not None}
     )
 
@@ -253,12 +255,12 @@ def config_json(
         eos_id: token or tokens that end a document.
 
     Raises:
-        ConfigError: transformers cannot open a model of these sizes.
+        ModelConfigError: transformers cannot open a model of these sizes.
     """
     family = family or family_of(architecture.model_type)
     hidden, heads = architecture.hidden_size, architecture.num_attention_heads
     if family.heads_divide_hidden and hidden % heads:
-        raise ConfigError(
+        raise ModelConfigError(
             f"model.architecture.hidden_size: {hidden} is not a multiple of "
             f"num_attention_heads={heads}, as transformers requires for {architecture.model_type}; "
             "change one of them"
@@ -301,26 +303,30 @@ def generation_config_json(*, eos_id: int | list[int] | None = None) -> dict[str
     return {} if eos_id is None else {"eos_token_id": eos_id}
 
 
-def tokenizer_files(tokenizer_json: str | Place, eos_id: int) -> dict[str, bytes]:
+def tokenizer_files(tokenizer_json: str | StoragePlace, eos_id: int) -> dict[str, bytes]:
     """Return the files that `AutoTokenizer.from_pretrained` needs: name → contents. Raises
-    ConfigError if the tokenizer.json, which is copied byte for byte, is missing or malformed, or
-    lacks the token `eos_id`, which ends a document."""
+    ModelConfigError if the tokenizer.json, which is copied byte for byte, is missing or malformed,
+    or lacks the token `eos_id`, which ends a document."""
     from tokenizers import Tokenizer
 
     path = location(tokenizer_json)
     try:
         content = storage_of(path).read(path, MOST_BYTES)
     except OSError as error:
-        raise ConfigError(
+        raise ModelConfigError(
             f"{path}: cannot be read ({error.strerror}); prepare the data again"
         ) from error
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises plain Exceptions
-        raise ConfigError(f"{path}: not a tokenizer: {error}; prepare the data again") from error
+        raise ModelConfigError(
+            f"{path}: not a tokenizer: {error}; prepare the data again"
+        ) from error
     eos_token = tokenizer.id_to_token(eos_id)
     if eos_token is None:
-        raise ConfigError(f"{path}: has no token {eos_id} to end documents; prepare the data again")
+        raise ModelConfigError(
+            f"{path}: has no token {eos_id} to end documents; prepare the data again"
+        )
     config = {
         # explicit, or transformers would rebuild the tokenizer in the family's style
         "tokenizer_class": "PreTrainedTokenizerFast",

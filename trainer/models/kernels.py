@@ -47,7 +47,7 @@ CUDNN = f"cuDNN, or {FLASH} where cuDNN cannot"
 
 
 @dataclass(frozen=True)
-class GpuStack:
+class AttentionPlatform:
     """A GPU, and the software that can compute attention on it."""
 
     capability: Capability
@@ -71,7 +71,7 @@ class AttentionKernel:
 
 
 def choose_kernel(
-    gpu: GpuStack,
+    gpu: AttentionPlatform,
     requested: Requested,
     dtype: torch.dtype,
     head_dim: int,
@@ -128,7 +128,7 @@ def choose_kernel(
     return replace(own, note=f"{which} would be faster; {problem}")
 
 
-def _problem_of_fa4(gpu: GpuStack) -> str:
+def _problem_of_fa4(gpu: AttentionPlatform) -> str:
     """Return what to install so that torch can call flash-attn-4; "" if torch already can."""
     this, install = TorchVersion(gpu.torch), "pip install 'flash-attn-4>=4.0.0b17,<4.0.0b19'"
     if this < FIRST_TORCH:
@@ -140,13 +140,13 @@ def _problem_of_fa4(gpu: GpuStack) -> str:
     return ""
 
 
-def this_gpu(device: torch.device) -> GpuStack:
+def this_gpu(device: torch.device) -> AttentionPlatform:
     """Describe `device`, a GPU, and the kernels that are installed, without importing them."""
     try:
         fa4 = version("flash-attn-4")
     except PackageNotFoundError:
         fa4 = None
-    return GpuStack(
+    return AttentionPlatform(
         torch.cuda.get_device_capability(device),
         torch.__version__,
         find_spec("flash_attn_interface") is not None,

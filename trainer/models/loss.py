@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.data.stream import IGNORED_LABEL
-from trainer.recipe.sections import Objective
+from trainer.recipe.sections import ObjectiveSection
 
 LOGITS_ON_CPU = 1 << 27
 """Largest number of logits in a chunk on a CPU: 0.5 GB in float32. Smaller chunks would be slower,
@@ -420,7 +420,7 @@ def _chunks_of_logits(
 
 
 def preference_loss(
-    objective: Objective,
+    objective: ObjectiveSection,
     by_label: Tensor,
     segments: Tensor,
     counts: Tensor,

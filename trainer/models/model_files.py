@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from checkpointing.format.untrusted import read_object
-from checkpointing.storage.place import Place
+from checkpointing.storage.place import StoragePlace
 from checkpointing.storage.source import beside_weights
 from trainer.data.tokenizer import parse_tokenizer, start_ids
 from trainer.models.family import Family
-from trainer.models.hf import ConfigError, config_json, generation_config_json, tokenizer_files
+from trainer.models.hf import ModelConfigError, config_json, generation_config_json, tokenizer_files
 from trainer.recipe.architecture import Architecture
 
 CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
@@ -28,14 +28,14 @@ ABOUT_TOKENS = (
 
 
 def files_beside(
-    init_from: Place | None,
-    data: Place,
+    init_from: StoragePlace | None,
+    data: StoragePlace,
     index: Mapping[str, Any],
     architecture: Architecture | None = None,
     family: Family | None = None,
 ) -> tuple[dict[str, bytes], list[str]]:
     """Return (file name → contents, notes for the user) for the checkpoints of a run. Raises
-    ConfigError or DataError if a file cannot be used.
+    ModelConfigError or DataError if a file cannot be used.
 
     Args:
         init_from: checkpoint from which the run begins, if any.
@@ -80,9 +80,11 @@ def files_beside(
 
 
 def files_without_tokenizer(
-    init_from: Place | None, architecture: Architecture | None = None, family: Family | None = None
+    init_from: StoragePlace | None,
+    architecture: Architecture | None = None,
+    family: Family | None = None,
 ) -> tuple[dict[str, bytes], list[str]]:
-    """Return `files_beside` for data that has no tokenizer. Raises ConfigError."""
+    """Return `files_beside` for data that has no tokenizer. Raises ModelConfigError."""
     if init_from is None:
         assert architecture is not None
         return {CONFIG: _json(config_json(architecture, family))}, []
@@ -90,9 +92,9 @@ def files_without_tokenizer(
     return _carried(init_from, notes), notes
 
 
-def stop_ids(files: Mapping[str, bytes], where: Place) -> list[int]:
+def stop_ids(files: Mapping[str, bytes], where: StoragePlace) -> list[int]:
     """Stop tokens of a model, from generation_config.json, else from config.json, as in
-    transformers. Raises ConfigError if one of these files is no JSON object."""
+    transformers. Raises ModelConfigError if one of these files is no JSON object."""
     for name in (GENERATION_CONFIG, CONFIG):
         stop = _object(files, name, where).get("eos_token_id")
         if stop is not None:
@@ -106,14 +108,14 @@ def of_bf16(files: dict[str, bytes]) -> dict[str, bytes]:
     return {**files, CONFIG: _json({**config, "dtype": "bfloat16"})}
 
 
-def _carried(directory: Place, notes: list[str]) -> dict[str, bytes]:
+def _carried(directory: StoragePlace, notes: list[str]) -> dict[str, bytes]:
     """Return the files beside the weights in `directory`, with dtype float32 in config.json. Adds a
     note on files that are not copied."""
     files, left = beside_weights(directory)
     if left:
         notes.append(f"{directory}: not copied into checkpoints: {left}")
     if CONFIG not in files:
-        raise ConfigError(f"{directory / CONFIG}: cannot be copied; put a regular file there")
+        raise ModelConfigError(f"{directory / CONFIG}: cannot be copied; put a regular file there")
     config = _object(files, CONFIG, directory)
     others = {key for key in ("dtype", "torch_dtype") if config.get(key, "float32") != "float32"}
     if others:  # a run's checkpoints are float32, except by `of_bf16`
@@ -124,8 +126,8 @@ def _carried(directory: Place, notes: list[str]) -> dict[str, bytes]:
 def _with_tokenizer(
     files: dict[str, bytes],
     prepared: Mapping[str, bytes],
-    directory: Place,
-    data: Place,
+    directory: StoragePlace,
+    data: StoragePlace,
     notes: list[str],
 ) -> dict[str, bytes]:
     """Return `files` with the prepared tokenizer if they have none or the data has other tokens."""
@@ -149,11 +151,13 @@ def _tokens(ids: Sequence[int]) -> str:
     return f"token {', '.join(map(str, ids))}" if ids else "no token of its own"
 
 
-def _object(files: Mapping[str, bytes], name: str, where: Place) -> dict[str, Any]:
+def _object(files: Mapping[str, bytes], name: str, where: StoragePlace) -> dict[str, Any]:
     try:
         return read_object(files.get(name, b"{}"))
     except ValueError as error:
-        raise ConfigError(f"{where / name}: not a JSON object: {error}; copy it again") from error
+        raise ModelConfigError(
+            f"{where / name}: not a JSON object: {error}; copy it again"
+        ) from error
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from trainer.recipe.architecture import Architecture, RopeScaling
+from trainer.recipe.architecture import Architecture, RopeScalingSection
 
 Rope: TypeAlias = tuple[Tensor, Tensor]
 """Cosines and sines of the rotary angles, each (T, R / 2) float32."""
@@ -67,7 +67,7 @@ def rope_table(architecture: Architecture, positions: Tensor, theta: float | Non
     return angles.cos() * factor, angles.sin() * factor
 
 
-def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def stretch(frequencies: Tensor, scaling: RopeScalingSection) -> Tensor:
     """Scale frequencies as Llama 3.1 does: low ones are divided by `factor`, high ones are kept,
     those in between are blended."""
     turns = frequencies * scaling.original_max_position_embeddings / (2 * torch.pi)
@@ -76,7 +76,7 @@ def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
-def _yarn(powers: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+def _yarn(powers: Tensor, theta: float, scaling: RopeScalingSection) -> Tensor:
     """Return the frequencies of YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension
     of Large Language Models"). As in `stretch`, low frequencies are divided by `factor`, but YaRN's
     blend is linear in the index of a pair. `powers`: inverse of each unscaled frequency, (R / 2);
@@ -96,7 +96,7 @@ def _yarn(powers: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     return 1.0 / (scaling.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
 
-def attention_factor(scaling: RopeScaling) -> float:
+def attention_factor(scaling: RopeScalingSection) -> float:
     """Return the factor by which cosines and sines are multiplied, so that attention is sharper."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor

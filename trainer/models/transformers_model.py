@@ -20,14 +20,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from checkpointing.format.nf4 import weights_in
 from checkpointing.load.published import by_model_names
-from checkpointing.storage.place import Place
+from checkpointing.storage.place import StoragePlace
 from checkpointing.storage.steps import hugging_face_tensors
 from trainer.models.decoder import Decoder
-from trainer.models.hf import ConfigError, read_json
+from trainer.models.hf import ModelConfigError, read_json
 from trainer.models.loss import HeadLoss, capped, preference_loss
 from trainer.models.parameter_names import ties_of
 from trainer.recipe import RecipeError
-from trainer.recipe.sections import Objective
+from trainer.recipe.sections import ObjectiveSection
 
 OLDEST = (5, 24)
 """Oldest tested transformers. Version 4 creates masks in many places."""
@@ -70,7 +70,7 @@ class TransformersModel(nn.Module):
         self._head = (head,)
         self.blocks = tuple(blocks)
         self.head_loss = HeadLoss()
-        self.preference: Objective | None = None
+        self.preference: ObjectiveSection | None = None
         self.cap = cap
         self._takes_positions = "position_ids" in inspect.signature(theirs.forward).parameters
 
@@ -222,7 +222,7 @@ def _documents_hidden(runs: Tensor, name: str, attention: str) -> Iterator[None]
 
 
 def build_theirs(
-    directory: Place, reason: str, blocks_of: Callable[[nn.Module], Sequence[nn.Module]]
+    directory: StoragePlace, reason: str, blocks_of: Callable[[nn.Module], Sequence[nn.Module]]
 ) -> TransformersModel:
     """Build the model of a config.json: parameters on the meta device, buffers on the CPU. Runs no
     code of the checkpoint, and downloads nothing. `reason`: why transformers is needed."""
@@ -236,14 +236,14 @@ def build_theirs(
         model_type = "ministral"
     if model_type not in CONFIG_MAPPING:
         code = ", and code in a checkpoint is not run" if "auto_map" in config_json else ""
-        raise ConfigError(
+        raise ModelConfigError(
             f"{file}: transformers {installed} knows no model_type {model_type!r}{code}; {_OWN}"
         )
     ours = {key: value for key, value in config_json.items() if key.lstrip("_") not in _ELSEWHERE}
     try:
         config = CONFIG_MAPPING[model_type].from_dict(ours)
     except Exception as error:  # checks of transformers raise many types
-        raise ConfigError(f"{file}: transformers {installed}: {_first_line(error)}") from error
+        raise ModelConfigError(f"{file}: transformers {installed}: {_first_line(error)}") from error
     kind = type(config)
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _refusal(model_type, "is no causal language model")
@@ -260,7 +260,7 @@ def build_theirs(
         with _parameters_on_meta():
             theirs = made_by(config)
     except Exception as error:
-        raise ConfigError(f"{file}: transformers {installed}: {_first_line(error)}") from error
+        raise ModelConfigError(f"{file}: transformers {installed}: {_first_line(error)}") from error
     names = _names_in_files(theirs, directory)
     return TransformersModel(theirs, blocks_of(theirs), names, cap)
 
@@ -298,7 +298,7 @@ def check_installed(reason: str) -> str:
     return installed
 
 
-def _check_kind(config: Any, name: str, file: Place) -> None:
+def _check_kind(config: Any, name: str, file: StoragePlace) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     if config.is_encoder_decoder:
@@ -312,18 +312,18 @@ def _check_kind(config: Any, name: str, file: Place) -> None:
         raise _refusal(name, "is not causal: it sees the tokens that come next")
     for key in _SKIPS:
         if getattr(config, key, 0):
-            raise ConfigError(
+            raise ModelConfigError(
                 f"{file}: {key}={getattr(config, key)} would drop different layers on each rank; "
                 "write 0.0 in this file"
             )
     if getattr(config, "output_router_logits", False):
-        raise ConfigError(
+        raise ModelConfigError(
             f"{file}: output_router_logits=true adds an auxiliary loss for experts, which only "
             "Perdure's own families have; write false to train without it"
         )
 
 
-def _names_in_files(theirs: Any, directory: Place) -> dict[str, str]:
+def _names_in_files(theirs: Any, directory: StoragePlace) -> dict[str, str]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, apply_renamings
 
@@ -346,7 +346,7 @@ def _names_in_files(theirs: Any, directory: Place) -> dict[str, str]:
     read = by_model_names(stored, [in_files(name) for name in known])
     missing = [name for name, _ in theirs.named_parameters() if in_files(name) not in read]
     if missing:
-        raise ConfigError(
+        raise ModelConfigError(
             f"{directory}: its files lack {missing[0]}, which transformers makes of other tensors "
             f"in them, and Perdure reads weights as they are; {_OWN}"
         )

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from checkpointing.format.tensors import local_tensor
-from trainer.optim.method import Method, State
+from trainer.optim.method import OptimizerMethod, State
 
 
 def _update(
@@ -108,7 +108,7 @@ def _exact(
         weight.sub_(mean.div(root).mul_(lr / (1 - beta1**steps)))
 
 
-ADAMW = Method(
+ADAMW = OptimizerMethod(
     "adamw",
     ("exp_avg", "exp_avg_sq"),
     counts=True,

@@ -104,7 +104,7 @@ def placed(local: Tensor, parameter: Tensor, block: int = 1) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ElementIndices:
+class OptimizerIndices:
     """Indices of a shard's elements, viewed as (R, C), in the whole flat tensor. The sum of a row's
     and a column's term is the index times an odd constant, with which the hash begins."""
 
@@ -112,7 +112,7 @@ class ElementIndices:
     columns: Tensor  # int64 (C,)
 
 
-def places_of(parameter: Tensor) -> ElementIndices:
+def places_of(parameter: Tensor) -> OptimizerIndices:
     local = local_tensor(parameter)
     indices = [torch.arange(length) for length in local.shape]
     if isinstance(parameter, DTensor):
@@ -128,11 +128,11 @@ def places_of(parameter: Tensor) -> ElementIndices:
         step = math.prod(parameter.shape[dim + 1 :])
         rows = (rows[:, None] + index * step).flatten()
     rows, columns = (one.to(local.device) * _GAMMA for one in (rows, columns))
-    return ElementIndices(rows[:, None], columns)
+    return OptimizerIndices(rows[:, None], columns)
 
 
 @dataclass(frozen=True)
-class ParameterRows:
+class OptimizerRows:
     """Rows `start` to `stop` of this rank's shard of a parameter, viewed as (R, C)."""
 
     parameter: nn.Parameter
@@ -153,10 +153,10 @@ class ParameterRows:
 
 def portions_of(
     parameters: Sequence[nn.Parameter], most: int, *, whole: bool
-) -> Iterator[list[ParameterRows]]:
+) -> Iterator[list[OptimizerRows]]:
     """Divide parameters into portions of at most `most` elements, or of a single row that has more.
     `whole`: never divide a parameter, and form the same portions on all ranks."""
-    portion: list[ParameterRows] = []
+    portion: list[OptimizerRows] = []
     room = most
     for parameter in parameters:
         local = local_tensor(parameter)
@@ -169,7 +169,7 @@ def portions_of(
                 portion, room = [], most
             stop = rows if whole else min(rows, start + max(1, room // columns))
             elements = (stop - start) * (local.numel() // max(1, rows))
-            portion.append(ParameterRows(parameter, start, stop, elements, stop == rows))
+            portion.append(OptimizerRows(parameter, start, stop, elements, stop == rows))
             room -= parameter.numel() if whole else elements
             start = stop
             if start == rows:
@@ -179,8 +179,8 @@ def portions_of(
 
 
 def noise(
-    pieces: Sequence[ParameterRows],
-    places: Mapping[nn.Parameter, ElementIndices],
+    pieces: Sequence[OptimizerRows],
+    places: Mapping[nn.Parameter, OptimizerIndices],
     keys: Mapping[nn.Parameter, int],
 ) -> Tensor:
     """Return three random int16 per element of `pieces`, which are on one device: (3, elements).
@@ -248,10 +248,10 @@ def in_float32(parts: Sequence[Tensor], how: Format, *, square: bool) -> Tensor:
 
 
 @dataclass(frozen=True)
-class DecodedRows:
+class DecodedOptimizerRows:
     """Rows of weights, gradients or a moment, decoded to float32; `close` encodes them again."""
 
-    pieces: Sequence[ParameterRows]
+    pieces: Sequence[OptimizerRows]
     stored: Sequence[Sequence[Tensor]]
     """The stored tensors, by `_MomentPart`, then by piece."""
     how: Format
@@ -272,17 +272,17 @@ class DecodedRows:
 
 
 def opened(
-    pieces: Sequence[ParameterRows],
+    pieces: Sequence[OptimizerRows],
     tensors: Sequence[Sequence[Tensor]],
     how: Format,
     *,
     square: bool = False,
-) -> DecodedRows:
-    """Decode rows to float32. They can be changed in place; `DecodedRows.close` then stores them.
-    `tensors`: stored tensors, by `_MomentPart`, then by piece."""
+) -> DecodedOptimizerRows:
+    """Decode rows to float32. They can be changed in place; `DecodedOptimizerRows.close` then
+    stores them. `tensors`: stored tensors, by `_MomentPart`, then by piece."""
     views = [[piece.of(one) for piece, one in zip(pieces, part, strict=True)] for part in tensors]
     if how == "fp32":
-        return DecodedRows(pieces, tensors, how, square, None, views[0])
+        return DecodedOptimizerRows(pieces, tensors, how, square, None, views[0])
     everything = in_float32([torch.cat(part) for part in views], how, square=square)
     values = everything.split([piece.elements for piece in pieces])
-    return DecodedRows(pieces, tensors, how, square, everything, values)
+    return DecodedOptimizerRows(pieces, tensors, how, square, everything, values)

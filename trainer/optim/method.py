@@ -1,8 +1,8 @@
-"""`Method`, the description of an optimizer, and `MethodOptimizer`, which runs it.
+"""`OptimizerMethod`, the description of an optimizer, and `MethodOptimizer`, which runs it.
 
-[Note: methods] A `Method` describes the state of each parameter, and the update of a group. A
-user's optimizer (`optimizer.factory`) is any torch.optim.Optimizer; it has no `Method`, and its
-state is inspected.
+[Note: methods] An `OptimizerMethod` describes the state of each parameter, and the update of a
+group. A user's optimizer (`optimizer.factory`) is any torch.optim.Optimizer; it has no
+`OptimizerMethod`, and its state is inspected.
 
 [Note: fused] On GPUs compiled updates change weights and state in fewer bits than float32. They
 compute the same as `MethodOptimizer` does eagerly, see [Note: rounding] in formats.py. On an H200
@@ -24,10 +24,10 @@ from trainer.optim.formats import (
     MIX1,
     MIX2,
     PORTION,
-    DecodedRows,
-    ElementIndices,
+    DecodedOptimizerRows,
     Format,
-    ParameterRows,
+    OptimizerIndices,
+    OptimizerRows,
     format_of,
     in_float32,
     noise,
@@ -46,7 +46,7 @@ FUSED = 1 << 25
 """Elements updated at a time. A kernel may need ten bytes of temporaries for each."""
 
 Rows = Callable[[Tensor, Tensor, Sequence[Tensor], Tensor], Sequence[Tensor]]
-"""(weights, gradients, moments, row of `Method.numbers`) → weights and moments after one
+"""(weights, gradients, moments, row of `OptimizerMethod.numbers`) → weights and moments after one
 elementwise update, all flat and float32."""
 
 
@@ -65,7 +65,7 @@ def update_rows(
     Args:
         weight, gradient: rows of this rank's shards, (R, C).
         moments: for each moment, its tensors by `parts_of`.
-        places: `ElementIndices.rows` and `ElementIndices.columns` of these rows.
+        places: `OptimizerIndices.rows` and `OptimizerIndices.columns` of these rows.
         key: hash of the seed and the FQN, 0-d int64.
         formats: for each moment, its format, and whether it is a second moment.
         rows, numbers: the elementwise update, and its argument.
@@ -111,7 +111,7 @@ State = Mapping[Any, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Method:
+class OptimizerMethod:
     """Describes an optimizer: the state of a parameter, and the update of a parameter group."""
 
     name: str
@@ -156,13 +156,13 @@ class Method:
 
 
 class MethodOptimizer(torch.optim.Optimizer):
-    """Updates each parameter group by its `Method`. The state is created with the optimizer, so
-    that checkpoints can be loaded into it. State in fewer bits than float32 is rounded by [Note:
-    rounding] in formats.py, with `seed`, which must change every step.
+    """Updates each parameter group by its `OptimizerMethod`. The state is created with the
+    optimizer, so that checkpoints can be loaded into it. State in fewer bits than float32 is
+    rounded by [Note: rounding] in formats.py, with `seed`, which must change every step.
 
     Args:
         groups: see `method_groups`.
-        exact: see `Method.update`.
+        exact: see `OptimizerMethod.update`.
         compiles: whether compiled kernels update rounded state on a GPU, see [Note: fused].
         zeros_like: creates moments that have the dtype of their parameter.
         state_dtype: format of moments; `format_of` may choose another.
@@ -186,7 +186,7 @@ class MethodOptimizer(torch.optim.Optimizer):
         self._names: dict[nn.Parameter, str] = {}
         self._formats: dict[nn.Parameter, Format] = {}
         """Formats of moments, for parameters with weights or moments in fewer bits than float32."""
-        self._places: dict[nn.Parameter, ElementIndices] = {}
+        self._places: dict[nn.Parameter, OptimizerIndices] = {}
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 how = format_of(parameter, state_dtype)
@@ -224,14 +224,14 @@ class MethodOptimizer(torch.optim.Optimizer):
             for how, portion in _portions(rounded, whole=group["method"].whole):
                 self._update(portion, how, group)
 
-    def _compiles(self, method: Method, parameters: Sequence[nn.Parameter]) -> bool:
+    def _compiles(self, method: OptimizerMethod, parameters: Sequence[nn.Parameter]) -> bool:
         able = self.compiles and not self.exact and method.rows is not None
         return able and local_tensor(parameters[0]).is_cuda
 
     def _update_compiled(
         self, parameters: Sequence[nn.Parameter], group: Mapping[str, Any]
     ) -> None:
-        method: Method = group["method"]
+        method: OptimizerMethod = group["method"]
         assert method.rows is not None
         assert method.numbers is not None
         device, update = local_tensor(parameters[0]).device, compiled()
@@ -264,16 +264,16 @@ class MethodOptimizer(torch.optim.Optimizer):
                     method.rows,
                 )
 
-    def _places_of(self, parameter: nn.Parameter) -> ElementIndices:
+    def _places_of(self, parameter: nn.Parameter) -> OptimizerIndices:
         if parameter not in self._places:
             self._places[parameter] = places_of(parameter)
         return self._places[parameter]
 
     def _update(
-        self, pieces: Sequence[ParameterRows], how: Format, group: Mapping[str, Any]
+        self, pieces: Sequence[OptimizerRows], how: Format, group: Mapping[str, Any]
     ) -> None:
         """Update rows in float32, and round weights and moments to their formats."""
-        method: Method = group["method"]
+        method: OptimizerMethod = group["method"]
         parameters = [piece.parameter for piece in pieces]
         gradients = [local_tensor(p.grad).contiguous() for p in parameters if p.grad is not None]
         of_weights: Format = "bf16" if parameters[0].dtype == torch.bfloat16 else "fp32"
@@ -299,7 +299,7 @@ class MethodOptimizer(torch.optim.Optimizer):
             if method.counts:
                 step = self.state[parameter]["step"]
                 kept["step"] = step if piece.last else step.clone()
-            # `Method.update` gets this parameter with float32 weights and gradients for the rows.
+            # `OptimizerMethod.update` gets this parameter with float32 weights and gradients
             rows_parameter = nn.Parameter(weight, requires_grad=False)
             rows_parameter.grad = slope
             state[rows_parameter] = kept
@@ -310,14 +310,19 @@ class MethodOptimizer(torch.optim.Optimizer):
             numbers.close(words)
 
     def _moment(
-        self, pieces: Sequence[ParameterRows], name: str, how: Format, method: Method, state: State
-    ) -> DecodedRows:
+        self,
+        pieces: Sequence[OptimizerRows],
+        name: str,
+        how: Format,
+        method: OptimizerMethod,
+        state: State,
+    ) -> DecodedOptimizerRows:
         square = name in method.squares
         parts = parts_of(name, how, square=square)
         tensors = [[state[piece.parameter][part.name] for piece in pieces] for part in parts]
         return opened(pieces, tensors, how, square=square)
 
-    def _noise(self, pieces: Sequence[ParameterRows]) -> torch.Tensor:
+    def _noise(self, pieces: Sequence[OptimizerRows]) -> torch.Tensor:
         parameters = dict.fromkeys(piece.parameter for piece in pieces)
         for parameter in parameters:
             self._places_of(parameter)
@@ -355,7 +360,7 @@ Way = TypeVar("Way", bound=Hashable)
 
 def _portions(
     formats: Mapping[nn.Parameter, Way], *, whole: bool = False
-) -> Iterator[tuple[Way, list[ParameterRows]]]:
+) -> Iterator[tuple[Way, list[OptimizerRows]]]:
     """Yield (format, portion with that format) for parameters on one device, see `portions_of`."""
     members: dict[Way, list[nn.Parameter]] = {}
     for parameter, how in formats.items():

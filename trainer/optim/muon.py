@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from checkpointing.format.tensors import local_tensor
-from trainer.optim.method import Method, State
+from trainer.optim.method import OptimizerMethod, State
 
 
 def _update(
@@ -227,7 +227,7 @@ def chunk_lengths(length: int, count: int) -> list[int]:
     return [max(0, min(most, length - rank * most)) for rank in range(count)]
 
 
-MUON = Method(
+MUON = OptimizerMethod(
     "muon",
     ("momentum_buffer",),
     counts=False,

@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 from checkpointing.format.tensors import local_tensor
 from trainer.optim.adamw import ADAMW
 from trainer.optim.formats import Format, format_of, parts_of
-from trainer.optim.method import Method, MethodOptimizer, trial_parameter
+from trainer.optim.method import MethodOptimizer, OptimizerMethod, trial_parameter
 from trainer.optim.muon import MUON
 from trainer.optim.saved_state import own_state
-from trainer.recipe import MuonSection, Optimizer, ParameterGroup, RecipeError
+from trainer.recipe import MuonSection, OptimizerSection, ParameterGroup, RecipeError
 
 
 def build_optimizer(
     parameters: Mapping[str, nn.Parameter],
-    options: Optimizer,
+    options: OptimizerSection,
     *,
     exact: bool = False,
     compiles: bool = False,
@@ -69,7 +69,7 @@ def parameter_groups(
 
 
 @dataclass(frozen=True)
-class StateTensor:
+class OptimizerStateTensor:
     """Describes one tensor of a parameter's optimizer state."""
 
     name: str
@@ -86,8 +86,8 @@ class StateTensor:
 
 
 def state_of(
-    parameters: Mapping[str, torch.Tensor], options: Optimizer
-) -> dict[str, tuple[StateTensor, ...]]:
+    parameters: Mapping[str, torch.Tensor], options: OptimizerSection
+) -> dict[str, tuple[OptimizerStateTensor, ...]]:
     """Return the state of the recipe's optimizer for each of `parameters`, which may be on the meta
     device, by FQN; () for frozen ones. Raises RecipeError if the optimizer cannot be built."""
     if not options.factory:
@@ -107,7 +107,7 @@ def state_of(
     for name, made in trials.items():
         real = dict(zip(made.shape, parameters[name].shape, strict=True))
         state[name] = tuple(
-            StateTensor(
+            OptimizerStateTensor(
                 key.removeprefix(f"{name}."),
                 value.dtype,
                 tuple(real.get(length, length) for length in value.shape),
@@ -120,21 +120,21 @@ def state_of(
 
 
 def _stored(
-    parameter: torch.Tensor, method: Method, state_dtype: Format
-) -> tuple[StateTensor, ...]:
+    parameter: torch.Tensor, method: OptimizerMethod, state_dtype: Format
+) -> tuple[OptimizerStateTensor, ...]:
     how = format_of(parameter, state_dtype)
     parts = [
         part
         for name in method.moments
         for part in parts_of(name, how, square=name in method.squares)
     ]
-    steps = [StateTensor("step", torch.float32, (), 0)] if method.counts else []
+    steps = [OptimizerStateTensor("step", torch.float32, (), 0)] if method.counts else []
     *rows, columns = parameter.shape or [1]
     shapes = [(*rows, columns // part.block) if parameter.dim() else () for part in parts]
     return (
         *steps,
         *(
-            StateTensor(part.name, part.dtype, shape, part.block)
+            OptimizerStateTensor(part.name, part.dtype, shape, part.block)
             for part, shape in zip(parts, shapes, strict=True)
         ),
     )
@@ -207,7 +207,9 @@ NamedGroup = dict[str, Any]
 """A parameter group of torch.optim, with pairs of FQN and parameter in `params`."""
 
 
-def named_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> list[NamedGroup]:
+def named_groups(
+    parameters: Mapping[str, nn.Parameter], options: OptimizerSection
+) -> list[NamedGroup]:
     """Divide the trained parameters into groups of equal learning rate and weight decay. Matrices
     and embeddings decay, vectors do not, unless `optimizer.groups` says otherwise."""
     groups: dict[tuple[float, float], NamedGroup] = {}
@@ -224,7 +226,7 @@ def named_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> 
     return list(groups.values())
 
 
-def check_patterns(names: Sequence[str], options: Optimizer) -> None:
+def check_patterns(names: Sequence[str], options: OptimizerSection) -> None:
     """Raise RecipeError if a pattern of `optimizer.groups` matches no parameter. `names`: FQNs of
     all parameters, not only of one pipeline stage; `options`: section of the recipe, without groups
     of the model's family, which need not match."""
@@ -237,9 +239,11 @@ def check_patterns(names: Sequence[str], options: Optimizer) -> None:
             )
 
 
-def method_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> list[NamedGroup]:
-    """Divide the trained parameters into groups of equal learning rate, weight decay and `Method`,
-    with the settings of the method."""
+def method_groups(
+    parameters: Mapping[str, nn.Parameter], options: OptimizerSection
+) -> list[NamedGroup]:
+    """Divide the trained parameters into groups of equal learning rate, weight decay and
+    `OptimizerMethod`, with the settings of the method."""
     muon = options.muon or MuonSection()
     settings = {
         ADAMW: {"betas": options.betas, "eps": options.eps},
@@ -254,7 +258,7 @@ def method_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) ->
     }
     groups = []
     for group in named_groups(parameters, options):
-        by_method: dict[Method, list[tuple[str, nn.Parameter]]] = {}
+        by_method: dict[OptimizerMethod, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in group["params"]:
             method = method_of(name, parameter, options)
             by_method.setdefault(method, []).append((name, parameter))
@@ -263,7 +267,7 @@ def method_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) ->
     return groups
 
 
-def method_of(name: str, parameter: torch.Tensor, options: Optimizer) -> Method:
+def method_of(name: str, parameter: torch.Tensor, options: OptimizerSection) -> OptimizerMethod:
     """Return the method by which a recipe with `optimizer.name` updates a parameter."""
     if options.name == "adamw" or parameter.dim() != 2:
         return ADAMW
@@ -271,7 +275,7 @@ def method_of(name: str, parameter: torch.Tensor, options: Optimizer) -> Method:
     return ADAMW if any(fnmatchcase(name, pattern) for pattern in kept) else MUON
 
 
-def moments(options: Optimizer) -> tuple[str, ...] | None:
+def moments(options: OptimizerSection) -> tuple[str, ...] | None:
     """Return the names of the optimizer's moments, if its updates are elementwise and its state
     consists of float32 moments and a number of steps; else None."""
     if options.factory or options.name != "adamw" or options.state_dtype != "fp32":

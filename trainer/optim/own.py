@@ -29,7 +29,7 @@ from trainer.optim.method import trial_parameters
 from trainer.optim.optimizer import named_groups, set_rate
 from trainer.optim.saved_state import own_state, own_targets, settings
 from trainer.optim.slices import Build, SliceOptimizer, is_elementwise, like_sharded
-from trainer.recipe import Optimizer, RecipeError
+from trainer.recipe import OptimizerSection, RecipeError
 from trainer.recipe.factory import call_factory, failure, import_factory, refusing
 
 _OF_SHARDS = re.compile(r"DTensor|DeviceMesh|sharding|placement")
@@ -38,7 +38,9 @@ _UNEVEN = re.compile(r"unevenly sharded|redistribute the tensor")
 """Matches DTensor's errors for operations that need even shards or whole tensors."""
 
 
-def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
+def build_own(
+    parameters: Mapping[str, nn.Parameter], options: OptimizerSection
+) -> torch.optim.Optimizer:
     """Create the optimizer of `optimizer.factory` for parameters by FQN, after a trial on small
     ones. Called on all ranks. For sharded parameters it gets this rank's shards as tensors if its
     update is elementwise; otherwise it gets DTensors, whose operations have the results of whole
@@ -77,7 +79,9 @@ def _leaving_no_trace() -> Iterator[None]:
         np.random.set_state(of_numpy)
 
 
-def tried(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
+def tried(
+    parameters: Mapping[str, nn.Parameter], options: OptimizerSection
+) -> torch.optim.Optimizer:
     """Build the optimizer for small parameters, and run a step, which creates its state."""
     with _leaving_no_trace():
         optimizer = build_own(parameters, options)
@@ -110,7 +114,9 @@ ROUNDING = 0.02
 """Largest accepted difference between sharded and whole updates, relative to the largest update."""
 
 
-def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build: Build) -> None:
+def _try_steps(
+    parameters: Mapping[str, nn.Parameter], options: OptimizerSection, build: Build
+) -> None:
     """Step the optimizer on small parameters, and load its state into a second optimizer. Raises
     RecipeError unless both continue equally."""
     name = options.factory
@@ -156,7 +162,7 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build
 
 
 def _try_sharded(
-    parameters: Mapping[str, nn.Parameter], options: Optimizer, build: Build, place: Build
+    parameters: Mapping[str, nn.Parameter], options: OptimizerSection, build: Build, place: Build
 ) -> None:
     """Step the optimizer on small parameters that are sharded as the real ones are, and on the same
     parameters as whole tensors. Called on all ranks. Raises RecipeError if the optimizer fails, has
@@ -234,11 +240,13 @@ def _select(parameters: Parameters, names: set[str]) -> dict[str, nn.Parameter]:
     return {fqn: one for fqn, one in parameters.items() if fqn in names}
 
 
-def _stepping(options: Optimizer) -> AbstractContextManager[None]:
+def _stepping(options: OptimizerSection) -> AbstractContextManager[None]:
     return refusing("optimizer.factory", f"the step of {options.factory}")
 
 
-def _build(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
+def _build(
+    parameters: Mapping[str, nn.Parameter], options: OptimizerSection
+) -> torch.optim.Optimizer:
     name, key = options.factory or "", "optimizer.factory"
     factory = import_factory(key, name)
     if isinstance(factory, type):  # e.g. LBFGS would fail later with a less clear error
@@ -278,7 +286,7 @@ def _build(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.
     return optimizer
 
 
-def _take_rate(group: dict[str, Any], options: Optimizer) -> None:
+def _take_rate(group: dict[str, Any], options: OptimizerSection) -> None:
     """Set `lr_scale` of a group so that the schedule multiplies the rate that the factory chose."""
     lr = group.get("lr")
     if isinstance(lr, torch.Tensor):
@@ -289,7 +297,7 @@ def _take_rate(group: dict[str, Any], options: Optimizer) -> None:
         group["lr_scale"] = lr / options.lr
 
 
-def describe_own(optimizer: torch.optim.Optimizer, options: Optimizer) -> str:
+def describe_own(optimizer: torch.optim.Optimizer, options: OptimizerSection) -> str:
     """Return a log line on the learning rates and weight decays of the groups, and their origin."""
     recipes = {0.0, options.weight_decay, *(rule.weight_decay for rule in options.groups)}
     parts = []

@@ -11,8 +11,8 @@ from torch import nn
 from checkpointing.format.layout import TensorMeta
 from checkpointing.format.optimizers import (
     OWN,
-    OptimizerState,
-    OptimizerTargets,
+    CheckpointOptimizerState,
+    CheckpointOptimizerTargets,
     optimizer_state,
     optimizer_targets,
 )
@@ -26,12 +26,12 @@ RECIPES = "lr", "lr_scale"
 
 def own_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> OptimizerState:
+) -> CheckpointOptimizerState:
     """Return an optimizer's state: tensors, and JSON `{"state": …, "group": …}` by FQN. The state
     of bundled optimizers consists of tensors only. Raises ValueError if a value cannot be saved."""
     saved = optimizer_state(optimizer, parameters)
     if isinstance(optimizer, MethodOptimizer):
-        return OptimizerState(saved.tensors, {})
+        return CheckpointOptimizerState(saved.tensors, {})
     names = {parameter: name for name, parameter in parameters.items()}
     trees: dict[str, Any] = {name: {"state": tree} for name, tree in saved.trees.items()}
     made = getattr(optimizer, "groups_as_made", [{} for _ in optimizer.param_groups])
@@ -40,7 +40,7 @@ def own_state(
         changed = {key: one for key, one in now.items() if before.get(key, object) != one}
         for parameter in group["params"] if changed else ():
             trees.setdefault(names[parameter], {})["group"] = changed
-    return OptimizerState(saved.tensors, trees)
+    return CheckpointOptimizerState(saved.tensors, trees)
 
 
 def own_targets(
@@ -49,7 +49,7 @@ def own_targets(
     trees: Mapping[str, Any] | None,
     metas: Mapping[str, TensorMeta],
     state_dtype: Format = "fp32",
-) -> OptimizerTargets:
+) -> CheckpointOptimizerTargets:
     """Return the tensors into which a saved `own_state` is loaded. Then `put` of the result assigns
     the state to the optimizer.
 
@@ -62,14 +62,16 @@ def own_targets(
     """
     if isinstance(optimizer, MethodOptimizer):
         if state_dtype == optimizer.state_dtype:
-            return OptimizerTargets(optimizer_state(optimizer, parameters).tensors, lambda: None)
+            return CheckpointOptimizerTargets(
+                optimizer_state(optimizer, parameters).tensors, lambda: None
+            )
         state = optimizer.state_in(state_dtype)
         tensors = {
             f"{name}.{key}": tensor
             for name, parameter in parameters.items()
             for key, tensor in sorted(state.get(parameter, {}).items())
         }
-        return OptimizerTargets(tensors, lambda: optimizer.take(state, state_dtype))
+        return CheckpointOptimizerTargets(tensors, lambda: optimizer.take(state, state_dtype))
     states = trees and {name: one["state"] for name, one in trees.items() if "state" in one}
     targets = optimizer_targets(optimizer, parameters, states, metas)
     names = {parameter: name for name, parameter in parameters.items()}
@@ -85,7 +87,7 @@ def own_targets(
             if OWN not in (trees or {}):
                 _put_settings(group, changed)
 
-    return OptimizerTargets(targets.tensors, put)
+    return CheckpointOptimizerTargets(targets.tensors, put)
 
 
 def _put_settings(group: dict[str, Any], changed: Mapping[str, Any]) -> None:

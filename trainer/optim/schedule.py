@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from numbers import Real
 
-from trainer.recipe import Recipe, RecipeError, Schedule
+from trainer.recipe import Recipe, RecipeError, ScheduleSection
 from trainer.recipe.factory import call_factory, refusing
 
 Rate = Callable[[int], float]
@@ -43,7 +43,7 @@ def build_schedule(recipe: Recipe, tried: int = 3) -> Rate:
     return checked
 
 
-def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> float:
+def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleSection) -> float:
     """Return the learning rate of `step` (from 1) in a run of `steps` steps."""
     warmup, decay = schedule.lengths(steps)
     floor = peak * schedule.min_lr_ratio

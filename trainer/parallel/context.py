@@ -31,7 +31,7 @@ from trainer.data.stream import IGNORED_LABEL
 from trainer.models.attention import Documents
 from trainer.models.decoder import Attention, Decoder
 from trainer.models.loss import label_count, on_gpu
-from trainer.parallel.passes import TwoWayMap
+from trainer.parallel.passes import ParallelActivationMap
 from trainer.recipe import Recipe, RecipeError
 
 
@@ -162,7 +162,7 @@ def _packed(rows: int, own: tuple[range, range], which: int) -> slice:
     return slice(start, start + rows * len(own[which]))
 
 
-class Ring:
+class ContextParallelRing:
     """Computes ring attention for one forward pass over a micro-batch; shared by all layers.
 
     Args:
@@ -237,7 +237,7 @@ _KEYS, _GRADIENTS = 0, 1
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: ContextParallelRing) -> Tensor:
         rows, queries = len(q), ring.pack(q)
         # Keys and values travel as one message.
         own = held = torch.stack([ring.pack(k), ring.pack(v)])
@@ -375,14 +375,16 @@ class ContextParallel:
         ranks. `inputs`: arguments of `Decoder.forward`, for whole sequences."""
         ids, labels = inputs["input_ids"], inputs["labels"]
         shape = (ids.shape[0], ids.shape[1])
-        ring = Ring(self.group, inputs.get("cu_seqlens"), shape, ids.device, self._attend)
+        ring = ContextParallelRing(
+            self.group, inputs.get("cu_seqlens"), shape, ids.device, self._attend
+        )
         # RoPE needs positions in the whole sequence.
         positions = torch.cat(
             [torch.arange(part.start, part.stop, device=ids.device) for part in ring.own]
         )
         some, mine = (whole.index_select(1, positions) for whole in (ids, labels))
         of_labels = (mine != IGNORED_LABEL).sum() / label_count(labels)
-        whole = MeansAcrossRanks(self.group, of_labels, some.shape[1] / ids.shape[1])
+        whole = ContextParallelMeans(self.group, of_labels, some.shape[1] / ids.shape[1])
         return module(
             input_ids=some, labels=mine, positions=positions, documents=Documents("ring", ring),
             whole=whole, **beside,
@@ -390,8 +392,8 @@ class ContextParallel:
 
 
 @dataclass(frozen=True)
-class MeansAcrossRanks:
-    """Implements `WholeSequenceMeans` for a group of ranks that have parts of the same sequences.
+class ContextParallelMeans:
+    """Implements `DecoderMeans` for a group of ranks that have parts of the same sequences.
     Its methods are called on all ranks of the group."""
 
     group: dist.ProcessGroup
@@ -416,4 +418,4 @@ class MeansAcrossRanks:
             dist.all_reduce(total, group=self.group)
             return total
 
-        return TwoWayMap.apply(term, over_ranks, lambda gradient: gradient)
+        return ParallelActivationMap.apply(term, over_ranks, lambda gradient: gradient)

@@ -73,7 +73,7 @@ def _sum_gradients(
     return work.get_future().then(lambda future: future.value()[0])
 
 
-class ShardedView:
+class DdpShardedView:
     """ZeRO-1 (Rajbhandari et al. 2020): each rank's optimizer updates one slice of every parameter.
     Created on all ranks of `mesh` (1-D), from whole parameters on their final device.
 

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainer.models.decisions import decided
-from trainer.parallel.passes import TwoWayMap
+from trainer.parallel.passes import ParallelActivationMap
 from trainer.parallel.tensor import layout_is_exact, with_local
-from trainer.recipe import Recipe, RecipeError, Strategy, strategies
+from trainer.recipe import Recipe, RecipeError, StrategySection, strategies
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """Maps (rows (N, D) sorted by expert, number of rows of each expert (E)) to outputs (N, D)."""
@@ -63,7 +63,7 @@ def check_model(model: nn.Module, recipe: Recipe, shards: int) -> None:
             )
 
 
-def apply(model: nn.Module, mesh: DeviceMesh, _strategy: Strategy) -> list[nn.Module]:
+def apply(model: nn.Module, mesh: DeviceMesh, _strategy: StrategySection) -> list[nn.Module]:
     """Replace the parameters of expert modules by DTensors of this rank's experts, over `mesh`
     (1-D), before FSDP. Weights must be equal on all ranks, or on the meta device. Returns the
     expert modules."""
@@ -100,12 +100,12 @@ def _with_exchange(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Com
         sent, received, order, mine = decided(partial(exchange_counts, counts, len(x)))
         there = partial(_exchange, sent=sent, received=received, group=group)
         back = partial(_exchange, sent=received, received=sent, group=group)
-        rows = TwoWayMap.apply(x, there, back)
+        rows = ParallelActivationMap.apply(x, there, back)
         with with_local(module):
             outputs = compute(rows[order], mine)
         # Outputs are sent back in the order in which rows arrived.
         placed = torch.empty_like(outputs).index_copy(0, order, outputs)
-        return TwoWayMap.apply(placed, back, there)
+        return ParallelActivationMap.apply(placed, back, there)
 
     return forward
 

@@ -187,7 +187,7 @@ def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[
     return world_size // shards, shards
 
 
-class GroupShape(NamedTuple):
+class MeshGroupShape(NamedTuple):
     """Size of the process groups along a mesh dimension, and the spacing of their ranks."""
 
     size: int
@@ -195,21 +195,21 @@ class GroupShape(NamedTuple):
     """Difference between successive ranks of a group."""
 
 
-def groups_of(recipe: Recipe, world_size: int, local_world_size: int) -> dict[str, GroupShape]:
+def groups_of(recipe: Recipe, world_size: int, local_world_size: int) -> dict[str, MeshGroupShape]:
     """Return the shapes of the groups that each rank belongs to, by dimension. Raises RecipeError
     if the world cannot be divided, see `mesh_shape`."""
     replicas, shards = mesh_shape(recipe, world_size, local_world_size)
     groups, stride = {}, 1
     for module in dividing("layers", "sequences"):
-        groups[module.KEYS[0]] = GroupShape(module.ranks(recipe.strategy), stride)
+        groups[module.KEYS[0]] = MeshGroupShape(module.ranks(recipe.strategy), stride)
         stride *= module.ranks(recipe.strategy)
     layer, pp = ranks_of(recipe.strategy, "layers"), ranks_of(recipe.strategy, "stages")
     return {
         **groups,
-        EXPERT: GroupShape(ranks_of(recipe.strategy, "experts"), 1),
-        SHARD: GroupShape(shards, layer),
-        PIPELINE: GroupShape(pp, layer * shards),
-        REPLICATE: GroupShape(replicas, layer * shards * pp),
+        EXPERT: MeshGroupShape(ranks_of(recipe.strategy, "experts"), 1),
+        SHARD: MeshGroupShape(shards, layer),
+        PIPELINE: MeshGroupShape(pp, layer * shards),
+        REPLICATE: MeshGroupShape(replicas, layer * shards * pp),
     }
 
 

@@ -15,15 +15,15 @@ from checkpointing.format.tensors import local_tensor
 from trainer.models.parameter_names import apart
 from trainer.optim.formats import Format, placed
 from trainer.optim.saved_state import own_state, own_targets
-from trainer.parallel.ddp import ShardedView
+from trainer.parallel.ddp import DdpShardedView
 from trainer.parallel.fsdp import prepare_backward
 from trainer.parallel.offload import OffloadFile
-from trainer.parallel.passes import ForwardPass, loss_problem, means
+from trainer.parallel.passes import ParallelForwardPass, loss_problem, means
 from trainer.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
     from trainer.parallel.context import ContextParallel
-    from trainer.parallel.pipeline import Pipeline
+    from trainer.parallel.pipeline import PipelineParallel
 
 KEPT = "optimizer"
 """Key in a saved trainer state, of the optimizer's JSON by FQN, see saved_state.py."""
@@ -42,7 +42,7 @@ class ParallelModel:
     """Returns the persistent buffers; a forward pass may replace them."""
     optimized: dict[str, nn.Parameter]
     """The parameters that the optimizer updates: `parameters`, except under ZeRO-1."""
-    sharded_view: ShardedView | None
+    sharded_view: DdpShardedView | None
     file: OffloadFile | None
     """The file that holds `parameters` and their gradients; None: both are in memory."""
     recipe: Recipe
@@ -54,7 +54,7 @@ class ParallelModel:
     share_buffers: Callable[[], None]
     """Copies the persistent buffers of the first replica to the other replicas, whose forward
     passes have changed their own. Called on all ranks."""
-    pipeline: "Pipeline | None" = None
+    pipeline: "PipelineParallel | None" = None
     """Computes this rank's pipeline stages; None: this rank has all layers."""
     context: "ContextParallel | None" = None
     """Computes this rank's part of each sequence; None: this rank computes whole sequences."""
@@ -76,7 +76,7 @@ class ParallelModel:
 
     def run(
         self, inputs: Sequence[Mapping[str, torch.Tensor]], *, train: bool, reduce: bool = True
-    ) -> Iterator[ForwardPass]:
+    ) -> Iterator[ParallelForwardPass]:
         """Yield the forward passes of a step in the strategy's order. The caller calls each before
         it requests the next. If `train`, backward passes run in between. Called on all ranks.
 
@@ -95,7 +95,7 @@ class ParallelModel:
             for number in range(len(inputs)):
                 last = reduce and number == len(inputs) - 1
                 with self._accumulate(last) if train else nullcontext():
-                    forward = ForwardPass(number, self)
+                    forward = ParallelForwardPass(number, self)
                     yield forward
                     if train:
                         torch.autograd.backward(forward.take_root())
@@ -217,7 +217,7 @@ class ParallelModel:
             parameter.grad = None
 
 
-class StateTargets:
+class ParallelStateTargets:
     """Called with a saved trainer state, returns the tensors into which the optimizer's state is
     loaded. Once they are loaded, `put` assigns them to the optimizer."""
 

@@ -30,13 +30,13 @@ from trainer.models.versions import drop_unreduced_gradient
 from trainer.optim.exact import use_exact_kernels
 from trainer.optim.optimizer import moments
 from trainer.parallel.activations import apply_activation_checkpointing
-from trainer.parallel.ddp import ShardedView, apply_ddp, apply_ddp_again
+from trainer.parallel.ddp import DdpShardedView, apply_ddp, apply_ddp_again
 from trainer.parallel.fsdp import apply_fsdp, fsdp_groups, fsdp_units
 from trainer.parallel.mesh import SHARD, Mesh
 from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.parallel.parallel_model import ParallelModel
-from trainer.recipe import Recipe, Strategy
-from trainer.recipe.errors import Refusals
+from trainer.recipe import Recipe, StrategySection
+from trainer.recipe.errors import RecipeRefusals
 from trainer.recipe.strategies import (
     MODEL_PARALLEL,
     dividing,
@@ -63,7 +63,7 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
     """Raise RecipeError for a model that cannot be divided as the recipe says, with one line for
     each key that does not work. `model`: whole, may be on the meta device; `shards`: number of FSDP
     shards of each stage, see `mesh_shape`."""
-    refusals = Refusals()
+    refusals = RecipeRefusals()
     for module in MODEL_PARALLEL:
         if module.ranks(recipe.strategy) > 1:
             with refusals:
@@ -106,7 +106,10 @@ def parallelize(
     blocks_of: dict[nn.Module, Sequence[nn.Module]] = {model: blocks}
     costs: list[float] = []
     if pp.ranks(strategy) > 1:
-        from trainer.parallel.pipeline import Pipeline, stages_of  # only if the recipe uses it
+        from trainer.parallel.pipeline import (  # only if the recipe uses it
+            PipelineParallel,
+            stages_of,
+        )
 
         stages, costs = stages_of(model, mesh, recipe)
         blocks_of = {stage: list(stage.blocks) for stage in stages.values()}
@@ -151,7 +154,7 @@ def parallelize(
             module = apply_ddp(model, mesh.data_mesh, sync=fill is None)
         if sharding.zero1(recipe):
             trained = {name: p for name, p in parameters.items() if p.requires_grad}
-            view = ShardedView(trained, mesh.data_mesh)
+            view = DdpShardedView(trained, mesh.data_mesh)
             optimized = {**parameters, **view.parameters}
 
     # FSDP casts parameters; autocast would also cast activations that blocks keep in float32. A
@@ -193,7 +196,7 @@ def parallelize(
         from trainer.parallel.context import ContextParallel  # only if the recipe uses it
 
         context = ContextParallel(mesh.ring, strategy.compile)
-    pipeline = Pipeline(stages, mesh, recipe, dtype, context, costs) if stages else None
+    pipeline = PipelineParallel(stages, mesh, recipe, dtype, context, costs) if stages else None
     return ParallelModel(
         module, parameters, buffers, optimized, view, file, recipe, autocast,
         draw_weights, share_buffers, pipeline, context, stacks, draws,
@@ -209,7 +212,7 @@ def keep_weights(model: nn.Module, recipe: Recipe) -> None:
 
 
 def cut_layers(
-    model: nn.Module, strategy: Strategy, ranks_of: Callable[[str], Any]
+    model: nn.Module, strategy: StrategySection, ranks_of: Callable[[str], Any]
 ) -> list[nn.Module]:
     """Apply model parallelism that divides layers or experts to a model in place, also on the meta
     device. `ranks_of`: name of a mesh dimension → its 1-D mesh. Returns the experts that are

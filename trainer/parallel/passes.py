@@ -22,7 +22,7 @@ Call = Callable[[Mapping[str, torch.Tensor]], Passed | dict[str, torch.Tensor]]
 
 
 @dataclass
-class ForwardPass:
+class ParallelForwardPass:
     """A forward pass, yielded by `ParallelModel.run` and called by the training loop."""
 
     number: int
@@ -111,7 +111,7 @@ def seconds_between(began: Any, ended: Any) -> float:
 Map = Callable[[Tensor], Tensor]
 
 
-class TwoWayMap(torch.autograd.Function):
+class ParallelActivationMap(torch.autograd.Function):
     """Maps activations by one function, and in backward their gradient by another."""
 
     @staticmethod

@@ -28,8 +28,8 @@ from checkpointing.format.tensors import local_tensor
 from trainer.models.decoder import Decoder
 from trainer.parallel.fsdp import prepare_backward
 from trainer.parallel.mesh import PIPELINE, Mesh
-from trainer.parallel.passes import ForwardPass, Passed, mark, means, seconds_between
-from trainer.parallel.schedules import Action, Order, cut, incoming, schedule
+from trainer.parallel.passes import ParallelForwardPass, Passed, mark, means, seconds_between
+from trainer.parallel.schedules import Order, PipelineAction, cut, incoming, schedule
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.strategies import pp, tp
 
@@ -76,7 +76,7 @@ def stages_of(
     return {s: model.part(runs[s]) for s in mine}, costs
 
 
-class Pipeline:
+class PipelineParallel:
     """Executes this rank's stages of a pipeline. Created, and each method called, on all ranks of
     the pipeline.
 
@@ -138,7 +138,9 @@ class Pipeline:
         began, ended, waits = self._marks
         return seconds_between(began, ended), sum(seconds_between(*wait) for wait in waits)
 
-    def run(self, inputs: Sequence[Mapping[str, Tensor]], train: bool) -> Iterator[ForwardPass]:
+    def run(
+        self, inputs: Sequence[Mapping[str, Tensor]], train: bool
+    ) -> Iterator[ParallelForwardPass]:
         """Yield the forward passes of all micro-batches, with `input_ids` (B, T), through each
         stage of this rank. If `train`, run backward in between; at the end FSDP has reduced the
         gradients."""
@@ -164,13 +166,13 @@ class Pipeline:
                 received = messages.receive(action) if s else ()
                 for x in received:
                     x.requires_grad_(train)  # leaves of this stage's graph
-                forward = ForwardPass(number, partial(self._forward, stage, received))
+                forward = ParallelForwardPass(number, partial(self._forward, stage, received))
                 yield forward
                 root = forward.take_root()
                 out = root if isinstance(root, tuple) else (root,)
                 if s < top:
                     # Detached, because each stage has its own autograd graph.
-                    messages.send(Action("F", s + 1, number), [x.detach() for x in out])
+                    messages.send(PipelineAction("F", s + 1, number), [x.detach() for x in out])
                 if train:
                     kept[s, number] = received, out
                 del root
@@ -192,14 +194,14 @@ class Pipeline:
             if received:
                 # Zeros where there is no gradient, because the previous stage waits for a message.
                 back = [torch.zeros_like(x) if x.grad is None else x.grad for x in received]
-                messages.send(Action(kind, s - 1, number), back)
+                messages.send(PipelineAction(kind, s - 1, number), back)
                 del back
             del received, out, gradients  # frees them before the next micro-batch allocates
         messages.finish()
         if train:
             self._marks = began, mark(self._links.device), messages.waits
 
-    def _message_buffer(self, action: Action, rows: int, length: int) -> Message:
+    def _message_buffer(self, action: PipelineAction, rows: int, length: int) -> Message:
         device = self._links.device
         tokens = self._context.tokens(length) if self._context else length
         shape = rows, tokens // tp.stream_parts(self._recipe.strategy), self._width
@@ -347,18 +349,22 @@ class _Links:
 
 
 class _Messages:
-    """Sends and receives this rank's messages in one `Pipeline.run`, see [Note: pipeline]."""
+    """Sends and receives this rank's messages in one `PipelineParallel.run`, see [Note:
+    pipeline]."""
 
     def __init__(
-        self, links: _Links, orders: Sequence[Order], message_buffer: Callable[[Action], Message]
+        self,
+        links: _Links,
+        orders: Sequence[Order],
+        message_buffer: Callable[[PipelineAction], Message],
     ) -> None:
         self._links, self._message_buffer = links, message_buffer
         self._place = {action: place for order in orders for place, action in enumerate(order)}
         self._expected = {
             peer: iter(actions) for peer, actions in incoming(orders)[links.rank].items()
         }
-        self._posted: dict[int, tuple[Action, Message, list[dist.Work]]] = {}
-        self._ready: dict[Action, Message] = {}
+        self._posted: dict[int, tuple[PipelineAction, Message, list[dist.Work]]] = {}
+        self._ready: dict[PipelineAction, Message] = {}
         self._sent: dict[int, deque[tuple[int, Tensor, dist.Work]]] = {}
         self.waits: list[tuple[Any, Any]] = []
         """(begin, end) marks of each wait for a message."""
@@ -372,7 +378,7 @@ class _Messages:
             works = [self._links.receive(tensor, peer) for tensor in message]
             self._posted[peer] = action, message, works
 
-    def receive(self, action: Action) -> Message:
+    def receive(self, action: PipelineAction) -> Message:
         source = action.stage + (-1 if action.kind == "F" else 1)
         peer = source % self._links.ranks
         while action not in self._ready:
@@ -387,7 +393,7 @@ class _Messages:
             sent.popleft()[2].wait()
         return self._ready.pop(action)
 
-    def send(self, action: Action, message: Sequence[Tensor]) -> None:
+    def send(self, action: PipelineAction, message: Sequence[Tensor]) -> None:
         """Begin to send the message that `action` on another rank needs."""
         peer = action.stage % self._links.ranks
         for tensor in (tensor.contiguous() for tensor in message):

@@ -20,7 +20,7 @@ COST: Mapping[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
 """Relative cost of an action. For each matrix product of forward, backward has two."""
 
 
-class Action(NamedTuple):
+class PipelineAction(NamedTuple):
     """One computation of a pipeline rank, see [Note: schedules]."""
 
     kind: Kind
@@ -28,7 +28,7 @@ class Action(NamedTuple):
     micro_batch: int
 
 
-Order = list[Action]
+Order = list[PipelineAction]
 
 
 def schedule(name: Name, ranks: int, per_rank: int, count: int) -> list[Order]:
@@ -58,8 +58,10 @@ def _in_turn(rank: int, ranks: int, per_rank: int, count: int, eager: bool) -> O
     sizes = [count // rounds + (number < count % rounds) for number in range(rounds)]
     groups = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
     stages = range(rank, ranks * per_rank, ranks)
-    forward = deque(Action("F", s, m) for group in groups for s in stages for m in group)
-    backward = deque(Action("B", s, m) for group in groups for s in stages[::-1] for m in group)
+    forward = deque(PipelineAction("F", s, m) for group in groups for s in stages for m in group)
+    backward = deque(
+        PipelineAction("B", s, m) for group in groups for s in stages[::-1] for m in group
+    )
     warmup = (ranks - rank - 1) * min(2, per_rank) + (per_rank - 1) * sizes[0]
     order = [forward.popleft() for _ in range(len(forward) if eager else min(warmup, len(forward)))]
     while backward:
@@ -73,7 +75,7 @@ def _split_backward(order: Order, rank: int) -> Order:
     """Split each B into an I and a W, see [Note: schedules], and put Ws off to fill idle time. At
     most `rank` Ws are put off: rank r has r fewer forwards ahead than the first rank, so no rank
     holds more activations than the first rank under 1F1B."""
-    waiting: deque[Action] = deque()
+    waiting: deque[PipelineAction] = deque()
     split: Order = []
     last_forward = max(place for place, action in enumerate(order) if action.kind == "F")
     for place, action in enumerate(order):
@@ -90,19 +92,19 @@ def _split_backward(order: Order, rank: int) -> Order:
     return [*split, *waiting]
 
 
-class ActionSequence(NamedTuple):
+class PipelineActionSequence(NamedTuple):
     """The actions of all ranks in one sequence, each after the actions that it needs."""
 
-    steps: list[tuple[int, Action, int]]
+    steps: list[tuple[int, PipelineAction, int]]
     """(rank, action, index in `steps` of the action whose message it needs, or -1)."""
     held: list[int]
     """Per rank, the largest number of forwards whose activations it stores at once."""
 
 
-class Simulation(NamedTuple):
+class PipelineSimulation(NamedTuple):
     """Simulated times of all actions, in the units of the costs."""
 
-    arrangement: ActionSequence
+    arrangement: PipelineActionSequence
     began: list[float]
     """When each of `arrangement.steps` begins."""
     ended: list[float]
@@ -119,22 +121,22 @@ class Simulation(NamedTuple):
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
 
 
-def needs(action: Action, stages: int) -> list[Action]:
+def needs(action: PipelineAction, stages: int) -> list[PipelineAction]:
     """Return the actions, on any rank, that must be done before `action`."""
     kind, stage, number = action
     if kind == "F":
-        return [Action("F", stage - 1, number)] if stage else []
+        return [PipelineAction("F", stage - 1, number)] if stage else []
     if kind == "W":
-        return [Action("I", stage, number)]
-    above = [Action(kind, stage + 1, number)] if stage + 1 < stages else []
-    return [Action("F", stage, number), *above]
+        return [PipelineAction("I", stage, number)]
+    above = [PipelineAction(kind, stage + 1, number)] if stage + 1 < stages else []
+    return [PipelineAction("F", stage, number), *above]
 
 
-def arranged(orders: Sequence[Order]) -> ActionSequence:
+def arranged(orders: Sequence[Order]) -> PipelineActionSequence:
     """Merge the orders of all ranks into one sequence. Raises ValueError if they deadlock."""
     count = 1 + max(action.stage for order in orders for action in order)
-    place: dict[Action, int] = {}
-    steps: list[tuple[int, Action, int]] = []
+    place: dict[PipelineAction, int] = {}
+    steps: list[tuple[int, PipelineAction, int]] = []
     ahead, held = [0] * len(orders), [0] * len(orders)
     waiting = [deque(order) for order in orders]
     while any(waiting):
@@ -154,15 +156,15 @@ def arranged(orders: Sequence[Order]) -> ActionSequence:
         if len(steps) == before:
             waits = [order[0] for order in waiting if order]
             raise ValueError(f"deadlock: ranks wait for each other before {waits}")
-    return ActionSequence(steps, held)
+    return PipelineActionSequence(steps, held)
 
 
 def simulate(
-    arrangement: ActionSequence,
+    arrangement: PipelineActionSequence,
     cost: Mapping[Kind, float] = COST,
     stages: Sequence[Mapping[Kind, float]] = (),
     message: float = 0.0,
-) -> Simulation:
+) -> PipelineSimulation:
     """Compute when each action runs if every rank follows its order. `cost`: duration of an action
     by kind; if stages differ, `stages` has it for each stage. `message`: time of a message to
     another rank, which keeps no rank busy."""
@@ -178,7 +180,7 @@ def simulate(
         busy[rank] += seconds
         starts.append(began)
         ended.append(free[rank])
-    return Simulation(arrangement, starts, ended, busy)
+    return PipelineSimulation(arrangement, starts, ended, busy)
 
 
 def bubble_formula(name: Name, ranks: int, per_rank: int, count: int) -> float:
@@ -199,7 +201,7 @@ def incoming(orders: Sequence[Order]) -> list[dict[int, Order]]:
             to = stage + {"F": 1, "W": stages}.get(kind, -1)
             # Two stages on the same rank exchange no messages.
             if 0 <= to < stages and to % ranks != sender:
-                by_rank[to % ranks].setdefault(sender, []).append(Action(kind, to, number))
+                by_rank[to % ranks].setdefault(sender, []).append(PipelineAction(kind, to, number))
     return by_rank
 
 

@@ -56,9 +56,9 @@ from trainer.models.loss import HeadLoss, label_log_probs, sharded_cross_entropy
 from trainer.models.versions import all_gather_single, reduce_scatter_single
 from trainer.optim.formats import BLOCK as STATE_BLOCK
 from trainer.optim.muon import chunk_lengths
-from trainer.parallel.context import MeansAcrossRanks
-from trainer.parallel.passes import TwoWayMap
-from trainer.recipe import Recipe, RecipeError, Strategy
+from trainer.parallel.context import ContextParallelMeans
+from trainer.parallel.passes import ParallelActivationMap
+from trainer.recipe import Recipe, RecipeError, StrategySection
 from trainer.recipe.strategies import ep, tp
 
 _CUT_APART: dict[tuple[str, str], Placement] = {
@@ -188,10 +188,10 @@ def _check_blocks(model: nn.Module, kinds: Mapping[str, str], ranks: int) -> Non
             )
 
 
-def apply(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> list[nn.Module]:
+def apply(model: nn.Module, mesh: DeviceMesh, strategy: StrategySection) -> list[nn.Module]:
     """Cut `model`, which has a `tensor_plan`, in place over `mesh` (1-D), before FSDP. Weights must
     be equal on all ranks, or on the meta device. Returns [], because it adds no FSDP units."""
-    ranks = TensorGroup(mesh, tp.stream_parts(strategy) > 1)
+    ranks = TensorParallelGroup(mesh, tp.stream_parts(strategy) > 1)
     placed: dict[nn.Parameter, Any] = {}  # by parameter, so that tied weights stay tied
     modules = dict(model.named_modules())
     for name, kind in kinds_of(model, mesh.size()).items():
@@ -213,11 +213,11 @@ def apply(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> list[nn.Mod
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, HeadLoss):
-                setattr(module, name, VocabularyLoss(ranks))
+                setattr(module, name, TensorParallelLoss(ranks))
     return []
 
 
-class TensorGroup:
+class TensorParallelGroup:
     """The collectives of a tensor-parallel group on activations. `sequence`: whether each rank has
     only its part of the residual stream (sequence parallelism)."""
 
@@ -246,8 +246,8 @@ class TensorGroup:
         """Return the residual stream x (B, T or T / tp, D) whole, (B, T, D). Each rank computes a
         term of its gradient, and backward sums the terms."""
         if self.sequence:
-            return TwoWayMap.apply(x, self.gather, self.sum_and_cut)
-        return TwoWayMap.apply(x, _same, self.sum)
+            return ParallelActivationMap.apply(x, self.gather, self.sum_and_cut)
+        return ParallelActivationMap.apply(x, _same, self.sum)
 
     def leave(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' x (B, T, D): the residual stream (B, T or T / tp, D)."""
@@ -259,8 +259,8 @@ class TensorGroup:
             )
         # Each term of the sum has the gradient of the sum.
         if self.sequence:
-            return TwoWayMap.apply(x, self.sum_and_cut, self.gather)
-        return TwoWayMap.apply(x, self.sum, _same)
+            return ParallelActivationMap.apply(x, self.sum_and_cut, self.gather)
+        return ParallelActivationMap.apply(x, self.sum, _same)
 
     def gather(self, x: Tensor) -> Tensor:
         rows, length, *rest = x.shape
@@ -318,7 +318,7 @@ def with_local(module: nn.Module, partial: bool | Collection[str] = False) -> It
 Forward = Callable[..., Tensor]
 
 
-def _column(module: nn.Module, ranks: TensorGroup) -> Forward:
+def _column(module: nn.Module, ranks: TensorParallelGroup) -> Forward:
     compute = module.forward
 
     def forward(x: Tensor) -> Tensor:
@@ -329,7 +329,7 @@ def _column(module: nn.Module, ranks: TensorGroup) -> Forward:
     return forward
 
 
-def _fused(module: Any, ranks: TensorGroup) -> Forward:
+def _fused(module: Any, ranks: TensorParallelGroup) -> Forward:
     compute, sections = _column(module, ranks), tuple(module.sections)
 
     def exchange(x: Tensor) -> Tensor:
@@ -348,10 +348,10 @@ def _fused(module: Any, ranks: TensorGroup) -> Forward:
             section.chunk(ranks.size, 1)[ranks.rank].copy_(part)
         return ranks.sum_and_cut(whole).transpose(1, 2).contiguous()
 
-    return lambda x: TwoWayMap.apply(compute(x), exchange, exchange_back)
+    return lambda x: ParallelActivationMap.apply(compute(x), exchange, exchange_back)
 
 
-def _row(module: Any, ranks: TensorGroup) -> Forward:
+def _row(module: Any, ranks: TensorParallelGroup) -> Forward:
     # With sequence parallelism a rank adds the bias to its part of the sequence only, so its
     # gradient of the bias is a term of a sum.
     partial = ("lora_B", "bias") if ranks.sequence else ("lora_B",)
@@ -369,13 +369,15 @@ def _row(module: Any, ranks: TensorGroup) -> Forward:
     return forward
 
 
-def _wide_norm(module: Any, ranks: TensorGroup) -> Forward:
+def _wide_norm(module: Any, ranks: TensorParallelGroup) -> Forward:
     def forward(x: Tensor) -> Tensor:
         weight = _local(module.weight)
         # In float32, because sums of squares in bf16 would be inaccurate.
         wide = x.flatten(2).to(torch.promote_types(x.dtype, torch.float32))
         # All ranks use the sum, so its gradients are summed as well.
-        squares = TwoWayMap.apply(wide.square().sum(-1, keepdim=True), ranks.sum, ranks.sum)
+        squares = ParallelActivationMap.apply(
+            wide.square().sum(-1, keepdim=True), ranks.sum, ranks.sum
+        )
         scale = torch.rsqrt(squares / (ranks.size * len(weight)) + module.eps)
         return (wide * scale * weight).type_as(x).view(x.shape)
 
@@ -392,20 +394,24 @@ def _replicated(module: nn.Module, partial: bool) -> Forward:
     return forward
 
 
-def _tokens(module: nn.Module, ranks: TensorGroup) -> Forward:
+def _tokens(module: nn.Module, ranks: TensorParallelGroup) -> Forward:
     compute = module.forward
 
     def forward(x: Tensor) -> Any:
-        means = MeansAcrossRanks(ranks.group, 1 / ranks.size, 1 / ranks.size)
-        output = compute(x if ranks.sequence else TwoWayMap.apply(x, ranks.cut, ranks.gather))
+        means = ContextParallelMeans(ranks.group, 1 / ranks.size, 1 / ranks.size)
+        output = compute(
+            x if ranks.sequence else ParallelActivationMap.apply(x, ranks.cut, ranks.gather)
+        )
         mixed, *statistics = output if isinstance(output, tuple) else (output,)
-        mixed = mixed if ranks.sequence else TwoWayMap.apply(mixed, ranks.gather, ranks.cut)
+        mixed = (
+            mixed if ranks.sequence else ParallelActivationMap.apply(mixed, ranks.gather, ranks.cut)
+        )
         return (mixed, *map(means.over_tokens, statistics)) if statistics else mixed
 
     return forward
 
 
-def _vocabulary(module: Any, ranks: TensorGroup) -> Forward:
+def _vocabulary(module: Any, ranks: TensorParallelGroup) -> Forward:
     def look_up(ids: Tensor) -> Tensor:
         weight = _local(module.weight)
         index = ids - first_row(module.weight, ranks)
@@ -425,7 +431,7 @@ def _vocabulary(module: Any, ranks: TensorGroup) -> Forward:
     return look_up if isinstance(module, nn.Embedding) else refuse
 
 
-_KINDS: dict[str, tuple[Placement, Callable[[nn.Module, TensorGroup], Forward]]] = {
+_KINDS: dict[str, tuple[Placement, Callable[[nn.Module, TensorParallelGroup], Forward]]] = {
     "column": (Shard(0), _column),
     "fused": (Shard(0), _fused),
     "row": (Shard(1), _row),
@@ -441,15 +447,15 @@ _KINDS: dict[str, tuple[Placement, Callable[[nn.Module, TensorGroup], Forward]]]
 """Kind → placement of a module's parameters, and the function that makes its new `forward`."""
 
 
-def first_row(weight: Tensor, ranks: TensorGroup) -> int:
+def first_row(weight: Tensor, ranks: TensorParallelGroup) -> int:
     """Return the index in the whole weight (V, D) of this rank's first row."""
     return -(-weight.shape[0] // ranks.size) * ranks.rank
 
 
-class VocabularyLoss(nn.Module):
+class TensorParallelLoss(nn.Module):
     """Replaces `HeadLoss` where the rows of the head are divided among ranks."""
 
-    def __init__(self, ranks: TensorGroup) -> None:
+    def __init__(self, ranks: TensorParallelGroup) -> None:
         super().__init__()
         self._ranks = ranks
 

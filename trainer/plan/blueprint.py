@@ -14,14 +14,14 @@ from torch import nn
 from checkpointing.format.nf4 import weights_in
 from trainer.models import Decoder
 from trainer.models.adapter import LoraLinear, add_adapters
-from trainer.optim.optimizer import StateTensor, state_of
+from trainer.optim.optimizer import OptimizerStateTensor, state_of
 from trainer.parallel.expert import stacked_modules
 from trainer.parallel.fsdp import gathers_ahead_on_cpu
-from trainer.parallel.mesh import REPLICATE, SHARD, GroupShape, groups_of, is_sharded_by_fsdp
+from trainer.parallel.mesh import REPLICATE, SHARD, MeshGroupShape, groups_of, is_sharded_by_fsdp
 from trainer.parallel.parallelize import cut_layers, keep_weights
-from trainer.recipe import Recipe, Strategy
+from trainer.recipe import Recipe, StrategySection
 from trainer.recipe.factory import refusing
-from trainer.recipe.sections import Optimizer
+from trainer.recipe.sections import OptimizerSection
 from trainer.recipe.strategies import dividing, only, ranks, sizes, together
 from trainer.recipe.strategies.exact import batch_plan
 from trainer.tasks.model_blocks import repeated_blocks
@@ -33,7 +33,7 @@ DEPTH = 2
 
 
 @dataclass(frozen=True)
-class ParameterShape:
+class PlannedParameter:
     """What is needed of a parameter to compute the sizes of its shards on dim 0."""
 
     rows: int
@@ -41,7 +41,7 @@ class ParameterShape:
     row: int
     """Elements per row."""
     itemsize: int
-    state: tuple[StateTensor, ...] = ()
+    state: tuple[OptimizerStateTensor, ...] = ()
     stacked: bool = False
     """Whether dim 0 is over experts."""
     divided: int = 1
@@ -95,7 +95,7 @@ class ParameterShape:
 
 
 @dataclass(frozen=True, eq=False)
-class Blueprint:
+class PlannedModel:
     """The model of a recipe on the meta device, with the shapes of its parameters."""
 
     recipe: Recipe
@@ -107,12 +107,12 @@ class Blueprint:
     documents: Literal["document_ids", "cu_seqlens"] | None
     """The argument by which the model gets document boundaries; None: it gets none."""
     flops_per_token: float
-    units: tuple[tuple[ParameterShape, ...], ...]
+    units: tuple[tuple[PlannedParameter, ...], ...]
     """Parameters by FSDP unit: the first unit has all parameters outside of blocks, and each block
     is a unit. Tied parameters appear once."""
     buffers: int
     """Bytes of the model's buffers."""
-    optimizer: Optimizer
+    optimizer: OptimizerSection
 
     @property
     def parameter_count(self) -> int:
@@ -123,9 +123,9 @@ class Blueprint:
         return sum(shape.rows * shape.row for unit in self.units for shape in trained_of(unit))
 
 
-def read_blueprint(recipe: Recipe) -> Blueprint:
+def read_blueprint(recipe: Recipe) -> PlannedModel:
     """Build the model of a recipe on the meta device. Raises RecipeError if that is not possible,
-    or ConfigError if the config.json of `model.init_from` cannot be used."""
+    or ModelConfigError if the config.json of `model.init_from` cannot be used."""
     model, blocks, flops = bare_model(recipe)
     # A user's factory may return a model with weights, which planning does not need.
     model = model.to("meta")
@@ -146,7 +146,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
             add_adapters(traced, adapter, recipe.precision.dtype)
     for one in (model, traced):
         keep_weights(one, recipe)
-    return Blueprint(
+    return PlannedModel(
         recipe=recipe,
         model=model,
         traced=traced,
@@ -160,10 +160,10 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     )
 
 
-Units: TypeAlias = tuple[tuple[ParameterShape, ...], ...]
+Units: TypeAlias = tuple[tuple[PlannedParameter, ...], ...]
 
 
-def _units(model: nn.Module, blocks: Sequence[nn.Module], optimizer: Optimizer) -> Units:
+def _units(model: nn.Module, blocks: Sequence[nn.Module], optimizer: OptimizerSection) -> Units:
     in_blocks = {p for block in blocks for p in block.parameters()}
     rest = [p for p in model.parameters() if p not in in_blocks]
     units = [rest, *(list(block.parameters()) for block in blocks)]
@@ -175,7 +175,7 @@ def _units(model: nn.Module, blocks: Sequence[nn.Module], optimizer: Optimizer) 
 
 
 @dataclass(frozen=True, eq=False)
-class StageBlueprint:
+class PlannedStage:
     """The shapes of a pipeline stage: some blocks, with the embedding if it is the first stage and
     the head if it is the last. Without a pipeline there is one stage, the whole model."""
 
@@ -183,12 +183,12 @@ class StageBlueprint:
     last: bool
     blocks: int
     units: Units
-    """Parameters by FSDP unit as in `Blueprint`, cut by tensor parallelism."""
-    tied: tuple[ParameterShape, ...] = ()
+    """Parameters by FSDP unit as in `PlannedModel`, cut by tensor parallelism."""
+    tied: tuple[PlannedParameter, ...] = ()
     """The embedding weight, if another stage holds it too."""
 
 
-def stage_of(blueprint: Blueprint, blocks: range, cut: Strategy) -> StageBlueprint:
+def stage_of(blueprint: PlannedModel, blocks: range, cut: StrategySection) -> PlannedStage:
     """Return the shapes of the pipeline stage with these blocks, on one of the ranks that compute
     each layer together. `cut`: strategy that says how layers and experts are divided. Raises
     RecipeError if the model cannot be divided that way."""
@@ -200,20 +200,20 @@ def stage_of(blueprint: Blueprint, blocks: range, cut: Strategy) -> StageBluepri
 
 @cache
 def _stage_of(
-    blueprint: Blueprint, first: bool, last: bool, blocks: int, cut: Strategy, apart: int
-) -> StageBlueprint:
+    blueprint: PlannedModel, first: bool, last: bool, blocks: int, cut: StrategySection, apart: int
+) -> PlannedStage:
     together = ranks(cut, "layers")
     if first and last and together == 1:
-        return StageBlueprint(True, True, blocks, _divided(blueprint.units, apart, together))
+        return PlannedStage(True, True, blocks, _divided(blueprint.units, apart, together))
     whole = _divided(_units_of_part(blueprint, True, True, cut), apart, together)
     if not isinstance(blueprint.traced, Decoder):
-        return StageBlueprint(first, last, blocks, whole)
+        return PlannedStage(first, last, blocks, whole)
     # All blocks are equal, so the shapes of one traced block serve for all.
     rest = _units_of_part(blueprint, first, last, cut)[0]
-    tied: tuple[ParameterShape, ...] = ()
+    tied: tuple[PlannedParameter, ...] = ()
     if first != last and blueprint.traced.model.architecture.tie_word_embeddings:
         tied = _units_of_part(blueprint, True, False, cut)[0]
-    return StageBlueprint(first, last, blocks, (rest, *[whole[1]] * blocks), tied)
+    return PlannedStage(first, last, blocks, (rest, *[whole[1]] * blocks), tied)
 
 
 def _divided(units: Units, apart: int, together: int) -> Units:
@@ -230,7 +230,7 @@ def _divided(units: Units, apart: int, together: int) -> Units:
 
 
 @cache
-def _units_of_part(blueprint: Blueprint, first: bool, last: bool, cut: Strategy) -> Units:
+def _units_of_part(blueprint: PlannedModel, first: bool, last: bool, cut: StrategySection) -> Units:
     """Return the units of traced blocks, with the embedding if `first`, and with the head if
     `last`."""
     part = blueprint.traced
@@ -243,30 +243,30 @@ def _units_of_part(blueprint: Blueprint, first: bool, last: bool, cut: Strategy)
         part = part.part(range(0 if first else 1, depth if last else 1))
     if ranks(cut, "layers") > 1:
         # Imported here, because it imports all strategies.
-        from trainer.plan.imagined_ranks import ImaginedRanks, imagined_ranks
+        from trainer.plan.imagined_ranks import PlannedRanks, imagined_ranks
 
         with imagined_ranks(lambda *_: None, None):
-            cut_layers(part, cut, lambda name: ImaginedRanks(sizes(cut)[name]))
+            cut_layers(part, cut, lambda name: PlannedRanks(sizes(cut)[name]))
     return _units(part, repeated_blocks(part), blueprint.optimizer)
 
 
 def _shape(
-    parameter: nn.Parameter, state: tuple[StateTensor, ...], stacked: bool
-) -> ParameterShape:
+    parameter: nn.Parameter, state: tuple[OptimizerStateTensor, ...], stacked: bool
+) -> PlannedParameter:
     rows = parameter.shape[0] if parameter.dim() else 1
     row, itemsize = parameter.numel() // max(1, rows), parameter.element_size()
-    return ParameterShape(
+    return PlannedParameter(
         rows, row, itemsize, state, stacked, trained=parameter.requires_grad,
         number=parameter.is_floating_point(), weights=weights_in(parameter),
     )  # fmt: skip
 
 
-def trained_of(unit: Sequence[ParameterShape]) -> list[ParameterShape]:
+def trained_of(unit: Sequence[PlannedParameter]) -> list[PlannedParameter]:
     return [shape for shape in unit if shape.trained]
 
 
 def bytes_of(
-    shapes: Sequence[ParameterShape], ranks: int | None = None, itemsize: int | None = None
+    shapes: Sequence[PlannedParameter], ranks: int | None = None, itemsize: int | None = None
 ) -> int:
     """Return the bytes of parameters, or of the first of `ranks` FSDP shards of each. `itemsize`:
     bytes per element after a cast; None: there is no cast."""
@@ -276,21 +276,21 @@ def bytes_of(
     )
 
 
-def gathered_bytes(shapes: Sequence[ParameterShape], ranks: int, itemsize: int) -> int:
+def gathered_bytes(shapes: Sequence[PlannedParameter], ranks: int, itemsize: int) -> int:
     """Return the bytes in FSDP's all-gather of parameters over `ranks` ranks, including padding."""
     return sum(shape.gathered(ranks) * shape.size_as(itemsize) for shape in shapes)
 
 
-def counted(stages: Sequence[StageBlueprint]) -> list[tuple[tuple[ParameterShape, ...], int]]:
+def counted(stages: Sequence[PlannedStage]) -> list[tuple[tuple[PlannedParameter, ...], int]]:
     """Return the distinct units of some stages, each with the number of times that it occurs."""
-    counts: dict[int, tuple[tuple[ParameterShape, ...], int]] = {}
+    counts: dict[int, tuple[tuple[PlannedParameter, ...], int]] = {}
     for unit in (unit for stage in stages for unit in stage.units):
         # Compared by identity: equal blocks share one tuple, and hashing its shapes would be slow.
         counts[id(unit)] = unit, counts.get(id(unit), (unit, 0))[1] + 1
     return [*counts.values()]
 
 
-def parts_of(unit: Sequence[ParameterShape]) -> list[list[ParameterShape]]:
+def parts_of(unit: Sequence[PlannedParameter]) -> list[list[PlannedParameter]]:
     """Divide a block into parameter groups that FSDP gathers and reduces separately:
     expert-parallel experts, and the other parameters."""
     experts = [shape for shape in unit if shape.divided > 1]
@@ -299,10 +299,10 @@ def parts_of(unit: Sequence[ParameterShape]) -> list[list[ParameterShape]]:
 
 
 @dataclass(frozen=True)
-class RankLayout:
+class PlannedLayout:
     """The process groups, passes and micro-batch of a recipe for a given number of ranks."""
 
-    groups: Mapping[str, GroupShape]
+    groups: Mapping[str, MeshGroupShape]
     """Result of `trainer.parallel.mesh.groups_of`."""
     by_fsdp: bool
     """Whether FSDP distributes parameters; otherwise DDP replicates them, with or without
@@ -324,12 +324,12 @@ class RankLayout:
 
 def layout_of(
     recipe: Recipe, world_size: int, local_world_size: int, device: Literal["cpu", "cuda"]
-) -> RankLayout:
+) -> PlannedLayout:
     """Return the layout of `recipe`; RecipeError if the recipe cannot run on so many ranks."""
     strategy = recipe.strategy
     groups = groups_of(recipe, world_size, local_world_size)
     plan = batch_plan(recipe, world_size // together(strategy))
-    return RankLayout(
+    return PlannedLayout(
         groups=groups,
         by_fsdp=is_sharded_by_fsdp(recipe, world_size),
         gathers_ahead=gathers_ahead_on_cpu(recipe, device),

@@ -5,7 +5,7 @@ import re
 import shlex
 from dataclasses import dataclass, replace
 
-from trainer.plan.gpus import GPUS, Gpu, listed_name, peak_tflops, similar_name
+from trainer.plan.gpus import GPUS, PlannedGpu, listed_name, peak_tflops, similar_name
 from trainer.recipe import RecipeError
 
 PEAK_SHARE = 0.7
@@ -67,7 +67,7 @@ class PlannedMachine:
 
     nodes: int
     gpus_per_node: int
-    gpu: Gpu
+    gpu: PlannedGpu
     peak_flops: float
     """Dense peak FLOP/s of one GPU at the precision of the computation."""
     net: float = DEFAULT_NET

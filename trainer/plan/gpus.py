@@ -11,7 +11,7 @@ MAKER = r"(?:NVIDIA |AMD |Tesla |GeForce |Instinct )*"
 
 
 @dataclass(frozen=True)
-class Gpu:
+class PlannedGpu:
     """Data of one model of GPU."""
 
     device: str
@@ -46,9 +46,9 @@ class Gpu:
     0.5 to 0.73 on an A100 (arXiv 2307.08691) and 0.35 on an H100 (arXiv 2407.08608)."""
 
 
-_hopper = partial(Gpu, attention=0.35)
+_hopper = partial(PlannedGpu, attention=0.35)
 """Creates a Hopper or later GPU, which FlashAttention-2 does not fully use."""
-_no_flash = partial(Gpu, flash_attention=False)
+_no_flash = partial(PlannedGpu, flash_attention=False)
 BLACKWELL = "NVIDIA Blackwell data sheet: GB200 NVL72 and HGX B200"
 H100 = "NVIDIA H100 Tensor Core GPU data sheet"
 H200 = "NVIDIA H200 Tensor Core GPU data sheet"
@@ -86,43 +86,45 @@ GPUS = {
     "H100": _hopper(
         "H100 80GB HBM3", 989, 1979, 67, 80, 81559 * MIB, 3.35e12, 450e9, 64e9, H100, card=50e9,
     ),
-    "A100": Gpu(
+    "A100": PlannedGpu(
         "A100-SXM4-80GB", 312, None, 19.5, 80, 81920 * MIB, 2.039e12, 300e9, 32e9, A100, card=25e9,
     ),
-    "A100 40GB": Gpu(
+    "A100 40GB": PlannedGpu(
         "A100-SXM4-40GB", 312, None, 19.5, 40, 40960 * MIB, 1.555e12, 300e9, 32e9, A100, card=25e9,
     ),
-    "A100 PCIe": Gpu(
+    "A100 PCIe": PlannedGpu(
         "A100 80GB PCIe", 312, None, 19.5, 80, 81920 * MIB, 1.935e12, 32e9, 32e9, A100,
     ),
-    "A100 PCIe 40GB": Gpu(
+    "A100 PCIe 40GB": PlannedGpu(
         "A100-PCIE-40GB", 312, None, 19.5, 40, 40960 * MIB, 1.555e12, 32e9, 32e9, A100,
     ),
-    "L40S": Gpu(
+    "L40S": PlannedGpu(
         "L40S", 362, 733, 91.6, 48, 46068 * MIB, 0.864e12, 32e9, 32e9, "NVIDIA L40S data sheet",
     ),
-    "L40": Gpu(
+    "L40": PlannedGpu(
         "L40", 181, 362, 90.5, 48, 46068 * MIB, 0.864e12, 32e9, 32e9, "NVIDIA L40 data sheet",
     ),
-    "L4": Gpu("L4", 121, 242.5, 30.3, 24, 23034 * MIB, 0.3e12, 32e9, 32e9, "NVIDIA L4 data sheet"),
-    "A10G": Gpu(
+    "L4": PlannedGpu(
+        "L4", 121, 242.5, 30.3, 24, 23034 * MIB, 0.3e12, 32e9, 32e9, "NVIDIA L4 data sheet"
+    ),
+    "A10G": PlannedGpu(
         "A10G", 70, None, 35, 24, 23028 * MIB, 0.6e12, 32e9, 32e9, "NVIDIA A10G data sheet",
     ),
-    "RTX A6000": Gpu(
+    "RTX A6000": PlannedGpu(
         "RTX A6000", 154.8, None, 38.7, 48, 49140 * MIB, 0.768e12, 32e9, 32e9,
         "NVIDIA RTX A6000 data sheet",
     ),
     # Half the advertised rate of GeForce cards, which is for sums in fp16, not float32.
-    "RTX 5090": Gpu(
+    "RTX 5090": PlannedGpu(
         "RTX 5090", 209.5, 419, 104.8, 32, 32607 * MIB, 1.792e12, 64e9, 64e9,
         "NVIDIA RTX Blackwell GPU Architecture whitepaper",
     ),
-    "RTX 4090": Gpu(
+    "RTX 4090": PlannedGpu(
         "RTX 4090", 165.2, 330.3, 82.6, 24, 24564 * MIB, 1.008e12, 32e9, 32e9,
         "NVIDIA Ada GPU Architecture whitepaper",
     ),
     # `link` is without the NVLink bridge that can connect two cards.
-    "RTX 3090": Gpu(
+    "RTX 3090": PlannedGpu(
         "RTX 3090", 71, None, 35.6, 24, 24576 * MIB, 0.936e12, 32e9, 32e9,
         "NVIDIA Ampere GA102 GPU Architecture whitepaper",
     ),
@@ -150,7 +152,7 @@ GPUS = {
 }  # fmt: skip
 
 
-def named_gpu(name: str) -> Gpu | None:
+def named_gpu(name: str) -> PlannedGpu | None:
     return next((gpu for gpu in GPUS.values() if re.fullmatch(MAKER + gpu.device, name)), None)
 
 
@@ -180,7 +182,7 @@ def _bare_name(name: str) -> str:
     return re.sub(r"[\s_-]|sxm\d?", "", without_maker.casefold())
 
 
-def peak_tflops(gpu: Gpu, dtype: str) -> float:
+def peak_tflops(gpu: PlannedGpu, dtype: str) -> float:
     """Return the dense peak for a `precision.dtype`, in TFLOP/s."""
     if dtype == "fp32" or (dtype == "bf16" and not gpu.flash_attention):
         return gpu.fp32_tflops

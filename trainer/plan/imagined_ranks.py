@@ -19,17 +19,17 @@ from trainer.parallel import context, expert, tensor
 from trainer.recipe.strategies import dividing
 
 Note = Callable[..., None]
-"""Records a message. Arguments: "layers", "ring" or "experts", see `PassTraffic`; bytes that this
-rank sends; number of calls, by default 1."""
+"""Records a message. Arguments: "layers", "ring" or "experts", see `PlannedPassTraffic`; bytes that
+this rank sends; number of calls, by default 1."""
 
 
-class ImaginedRanks:
+class PlannedRanks:
     """Replaces a 1-D device mesh and its process group in a trace."""
 
     def __init__(self, count: int, rank: int = 0) -> None:
         self.count, self.rank = count, rank
 
-    def get_group(self) -> "ImaginedRanks":
+    def get_group(self) -> "PlannedRanks":
         return self
 
     def get_local_rank(self) -> int:
@@ -39,26 +39,28 @@ class ImaginedRanks:
         return self.count
 
 
-def ring_of(rows: int, length: int, cp: int) -> context.Ring:
+def ring_of(rows: int, length: int, cp: int) -> context.ContextParallelRing:
     """Create the ring attention of the rank with the most tokens, for one document per sequence.
     Called outside fake mode, because it reads tensor values."""
     tokens = [sum(map(len, context.chunks(length, cp, rank))) for rank in range(cp)]
-    group: Any = ImaginedRanks(cp, tokens.index(max(tokens)))
+    group: Any = PlannedRanks(cp, tokens.index(max(tokens)))
     with patch.object(context, "dist", _distributed(lambda *_: None)):
-        return context.Ring(group, None, (rows, length), torch.device("cpu"))
+        return context.ContextParallelRing(group, None, (rows, length), torch.device("cpu"))
 
 
 @contextmanager
-def imagined_ranks(note: Note, ring: context.Ring | None, on_gpu: bool = False) -> Iterator[None]:
+def imagined_ranks(
+    note: Note, ring: context.ContextParallelRing | None, on_gpu: bool = False
+) -> Iterator[None]:
     """Context in which parameters are cut to the first rank's parts, and messages are passed to
     `note` instead of sent. `ring`: ring attention for all passes; None without context parallelism.
     `on_gpu`: whether the traced rank has a GPU."""
 
-    def part(whole: Tensor, mesh: ImaginedRanks, placements: list[Placement], **_: Any) -> Tensor:
+    def part(whole: Tensor, mesh: PlannedRanks, placements: list[Placement], **_: Any) -> Tensor:
         (cut,) = placements
         return whole.chunk(mesh.count, cut.dim)[0].clone() if isinstance(cut, Shard) else whole
 
-    def collect(result: Tensor, x: Tensor, group: ImaginedRanks) -> None:
+    def collect(result: Tensor, x: Tensor, group: PlannedRanks) -> None:
         note("layers", abs(result.nbytes - x.nbytes))
 
     def pass_on(x: Tensor, tokens: int, tag: int) -> Callable[[], Tensor]:
@@ -70,7 +72,7 @@ def imagined_ranks(note: Note, ring: context.Ring | None, on_gpu: bool = False) 
         share = [len(part) for part in torch.arange(rows, device="cpu").tensor_split(ranks)]
         return share, share
 
-    def to_experts(x: Tensor, sent: Any, received: list[int], group: ImaginedRanks) -> Tensor:
+    def to_experts(x: Tensor, sent: Any, received: list[int], group: PlannedRanks) -> Tensor:
         note("experts", x.nbytes * (group.count - 1) / group.count)
         return x.new_empty((sum(received), *x.shape[1:]))
 
@@ -82,7 +84,7 @@ def imagined_ranks(note: Note, ring: context.Ring | None, on_gpu: bool = False) 
     }
     # Not recorded: a few bytes of counts, and of means over parts of sequences.
     silent = _distributed(lambda *_: None)
-    turned = patch.multiple(context, dist=silent, Ring=lambda *_: ring)
+    turned = patch.multiple(context, dist=silent, ContextParallelRing=lambda *_: ring)
     with ExitStack() as stack:
         modules = [import_module(module.APPLIED_BY) for module in dividing("layers", "experts")]
         for module in (*modules, loss):
@@ -106,7 +108,7 @@ def _distributed(note: Note) -> SimpleNamespace:
     def all_reduce(x: Tensor, _op: Any = None, group: Any = None) -> None:
         note("layers", 2 * x.nbytes * (group.count - 1) / group.count, 2)
 
-    def all_to_all_single(_received: Tensor, x: Tensor, *_: Any, group: ImaginedRanks) -> None:
+    def all_to_all_single(_received: Tensor, x: Tensor, *_: Any, group: PlannedRanks) -> None:
         note("layers", x.nbytes * (group.count - 1) / group.count)
 
     return SimpleNamespace(

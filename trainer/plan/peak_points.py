@@ -52,22 +52,22 @@ from trainer.parallel.ddp import buckets
 from trainer.parallel.parallelize import DTYPES
 from trainer.parallel.schedules import Kind
 from trainer.plan.blueprint import (
-    ParameterShape,
-    RankLayout,
-    StageBlueprint,
+    PlannedLayout,
+    PlannedParameter,
+    PlannedStage,
     bytes_of,
     counted,
     gathered_bytes,
     parts_of,
     trained_of,
 )
-from trainer.plan.tape import PassTrace
+from trainer.plan.tape import PlannedPassTrace
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import exact
 
 
 @dataclass(frozen=True)
-class PeakPoint:
+class PlannedPeak:
     """Bytes that are allocated at a point in time of a step, where the peak may be."""
 
     phase: str
@@ -80,7 +80,7 @@ class PeakPoint:
     """All other bytes: gathered units, buffers of collectives, unreduced gradients."""
 
 
-class StagePass(NamedTuple):
+class PlannedStagePass(NamedTuple):
     """A pass of a rank through a stage, with all that its memory depends on."""
 
     kind: Kind
@@ -103,22 +103,22 @@ class _IdleStage(NamedTuple):
     """Bytes of reduced gradients, which are all that is kept after the last backward pass."""
 
 
-def adds_gradients(recipe: Recipe, layout: RankLayout) -> bool:
+def adds_gradients(recipe: Recipe, layout: PlannedLayout) -> bool:
     """Return whether FSDP adds each gradient to the sum of earlier passes as soon as it is
     computed. It does if both have one dtype, and there are several passes with one reduction."""
     same = DTYPES[recipe.precision.dtype].itemsize == exact.reduced_bytes(recipe)
     return same and layout.passes > 1 and not recipe.strategy.reduce_every_pass
 
 
-class ShardedStage:
+class PlannedShardedStage:
     """Computes the memory of a stage that FSDP shards, from a trace of its pass."""
 
     def __init__(
         self,
-        stage: StageBlueprint,
-        trace: PassTrace,
+        stage: PlannedStage,
+        trace: PlannedPassTrace,
         recipe: Recipe,
-        layout: RankLayout,
+        layout: PlannedLayout,
         offloaded: bool,
     ) -> None:
         self.trace = trace
@@ -158,7 +158,7 @@ class ShardedStage:
         between = sum(self._of_passes(True)) + self._all_reduced(True, 0)
         return _IdleStage(self._gathered, between, self._slices)
 
-    def points(self, which: StagePass) -> list[PeakPoint]:
+    def points(self, which: PlannedStagePass) -> list[PlannedPeak]:
         """Return the peak points of a pass, with what earlier passes of the stage left."""
         kind, before, last, fresh = which
         if kind == "F":
@@ -169,23 +169,23 @@ class ShardedStage:
             return self._backward_of_weights(before, last)
         return [] if self._stage.first else self._backward(before, False, False)
 
-    def _flat_of(self, part: Sequence[ParameterShape]) -> int:
+    def _flat_of(self, part: Sequence[PlannedParameter]) -> int:
         """Return the bytes of the flat buffer into which FSDP gathers a parameter group; 0 if it is
         sharded over one rank, where FSDP copies directly."""
         return self._padded(part) if part[0].over(self._layout.shards) > 1 else 0
 
-    def _padded(self, unit: Sequence[ParameterShape], itemsize: int | None = None) -> int:
+    def _padded(self, unit: Sequence[PlannedParameter], itemsize: int | None = None) -> int:
         return gathered_bytes(unit, self._layout.shards, itemsize or self._compute)
 
-    def _buffer_of(self, unit: Sequence[ParameterShape]) -> int:
+    def _buffer_of(self, unit: Sequence[PlannedParameter]) -> int:
         """Return the bytes of the buffer in which a unit is reduced."""
         return self._padded(trained_of(unit), self._reduced)
 
-    def _slice_of(self, unit: Sequence[ParameterShape]) -> int:
+    def _slice_of(self, unit: Sequence[PlannedParameter]) -> int:
         """Return the bytes of a rank's shard of the reduced gradients of a unit."""
         return bytes_of(trained_of(unit), self._layout.shards)
 
-    def _accumulated(self, unit: Sequence[ParameterShape]) -> int:
+    def _accumulated(self, unit: Sequence[PlannedParameter]) -> int:
         return bytes_of(trained_of(unit), None, self._reduced)
 
     # In the methods below, `before` says whether the stage has had a backward pass in this step.
@@ -212,7 +212,7 @@ class ShardedStage:
         shards = self._layout.shards
         return sum(bytes_of(trained_of(unit), shards, self._reduced) for unit in units)
 
-    def _forward(self, before: bool, fresh: bool) -> list[PeakPoint]:
+    def _forward(self, before: bool, fresh: bool) -> list[PlannedPeak]:
         early, aside, kept = self._of_passes(before)
         whole = fresh and (self._every_pass or not before)  # this pass also gathers the root
         gathers, ahead = self._free or whole, self._layout.gathers_ahead
@@ -221,20 +221,20 @@ class ShardedStage:
         other = self._gathered + beside
         own = self._block if self._free else 0
         points = [
-            PeakPoint("forward", early, self.trace.head_forward, other + left),
-            PeakPoint("forward", early, self.trace.last_forward, other + left + own),
+            PlannedPeak("forward", early, self.trace.head_forward, other + left),
+            PlannedPeak("forward", early, self.trace.last_forward, other + left + own),
         ]
         if gathers:  # the flat buffer of the previous unit still exists
             flats = self._flat if ahead or len(self._units) < 3 else 2 * self._flat
             held = self.trace.forward_entry
-            points.append(PeakPoint("forward", early, held, other + own + flats))
+            points.append(PlannedPeak("forward", early, held, other + own + flats))
         if whole:
             flats = self._root_flat + (0 if ahead else self._flat + self._block)
             held = self.trace.hidden
-            points.append(PeakPoint("forward", early, held, self._root + flats + beside))
+            points.append(PlannedPeak("forward", early, held, self._root + flats + beside))
         return points
 
-    def _backward(self, before: bool, reduces: bool, freed: bool) -> list[PeakPoint]:
+    def _backward(self, before: bool, reduces: bool, freed: bool) -> list[PlannedPeak]:
         """Return the peak points of a backward pass. `reduces`: whether the pass reduces gradients.
         `freed`: whether an earlier pass has freed the units that forward gathered."""
         free = self._free or freed
@@ -243,18 +243,18 @@ class ShardedStage:
         early, aside, kept = self._of_passes(before)
         own, flat, flats = (self._block, self._flat, self._flats) if free else (0, 0, 0)
         other = whole + aside + kept + self._all_reduced(before, 0)
-        points = [PeakPoint("head", early, trace.head_backward, other + flat)]
+        points = [PlannedPeak("head", early, trace.head_backward, other + flat)]
         if units[1:]:
             ahead = flat if units[2:] else 0  # with a single block, backward gathers nothing more
             points += [
-                PeakPoint("blocks", early, trace.entry, other + own + flats),
-                PeakPoint("blocks", early, trace.last_backward, other + own + ahead),
+                PlannedPeak("blocks", early, trace.entry, other + own + flats),
+                PlannedPeak("blocks", early, trace.last_backward, other + own + ahead),
             ]
         if not reduces:
             for _, below in inner_blocks(self._stage):
                 held = trace.first_backward + below * trace.block_saved
                 ahead = flat if below else 0
-                points.append(PeakPoint("blocks", early, held, other + own + ahead))
+                points.append(PlannedPeak("blocks", early, held, other + own + ahead))
             if not before:
                 points.append(self._first_ends())
             return points
@@ -270,11 +270,13 @@ class ShardedStage:
             other = gathered(back, below) + own + aside - back * block_aside + self._buffer
             held = trace.first_backward + below * trace.block_saved
             done = max(early, back * block_slices)
-            points.append(PeakPoint("blocks", done, held, other + self._all_reduced(before, back)))
+            points.append(
+                PlannedPeak("blocks", done, held, other + self._all_reduced(before, back))
+            )
             if not below:
                 held, other = trace.after_block + trace.block_saved, other + flats
                 points.append(
-                    PeakPoint("blocks", done, held, other + self._all_reduced(before, back))
+                    PlannedPeak("blocks", done, held, other + self._all_reduced(before, back))
                 )
         experts = parts_of(units[-1])[1:]
         for below in {len(units) - 2, 0} if experts else ():
@@ -288,8 +290,8 @@ class ShardedStage:
             buffer = self._buffer_of(experts[0])
             reducing = other + self._reducing(experts[0], before)
             points += [
-                PeakPoint("blocks", done, trace.experts[which] + held, reducing),
-                PeakPoint("blocks", done, trace.rest[which] + held, other + buffer),
+                PlannedPeak("blocks", done, trace.experts[which] + held, reducing),
+                PlannedPeak("blocks", done, trace.rest[which] + held, other + buffer),
             ]
         for below in {len(units) - 2, 0} if units[1:] else ():
             back = len(units) - 1 - below
@@ -298,25 +300,25 @@ class ShardedStage:
             held = trace.after_block + below * trace.block_saved
             done = max(early, (back - 1) * block_slices)
             points.append(
-                PeakPoint("blocks", done, held, other + self._all_reduced(before, back - 1))
+                PlannedPeak("blocks", done, held, other + self._all_reduced(before, back - 1))
             )
         done, after = max(early, self._slices - root_slices), self._all_reduced(before, len(units))
         other = self._root + self._buffer + root_aside + after
         return [
             *points,
-            PeakPoint("end", done, trace.tail_backward, other),
-            PeakPoint("reduce", done, 0, self._reducing(units[0], before) + after),
+            PlannedPeak("end", done, trace.tail_backward, other),
+            PlannedPeak("reduce", done, 0, self._reducing(units[0], before) + after),
         ]
 
-    def _first_ends(self) -> PeakPoint:
+    def _first_ends(self) -> PlannedPeak:
         """Return the peak point at the end of the first of several passes, when the gradients of
         the last unit are being cast, and all other gradients have been cast."""
         root = self._units[0]
         last, held = (root, 0) if root else (self._parts[-1], self.trace.after_block)
         others = self._whole - self._accumulated(last)
-        return PeakPoint("end", 0, held, self._gathered + others + self._casting(last))
+        return PlannedPeak("end", 0, held, self._gathered + others + self._casting(last))
 
-    def _casting(self, unit: Sequence[ParameterShape]) -> int:
+    def _casting(self, unit: Sequence[PlannedParameter]) -> int:
         """Return the peak bytes while a unit's gradients are cast one by one to the reduction's
         dtype."""
         unit = trained_of(unit)
@@ -329,7 +331,7 @@ class ShardedStage:
             left -= bytes_of([shape], None, self._compute)
         return most
 
-    def _reducing(self, unit: Sequence[ParameterShape], before: bool) -> int:
+    def _reducing(self, unit: Sequence[PlannedParameter], before: bool) -> int:
         """Return the peak bytes while a unit's gradients are reduced. The gradients are copied into
         a buffer, which is reduced into a second buffer, while torch still holds the gradient of the
         unit's last parameter. A shard group of one rank reduces nothing; if there are replicas,
@@ -346,7 +348,7 @@ class ShardedStage:
         # The reduced shard replaces the shard of an earlier reduction of this unit.
         return most - reduced_to if self._apart(before) > 1 else most
 
-    def _backward_of_weights(self, before: bool, last: bool) -> list[PeakPoint]:
+    def _backward_of_weights(self, before: bool, last: bool) -> list[PlannedPeak]:
         """Return the peak points of a pass that computes postponed gradients of weights, and then
         reduces them unit by unit."""
         _, aside, _ = self._of_passes(before)
@@ -358,15 +360,15 @@ class ShardedStage:
         other = self._gathered + aside
         points, done = [], 0
         head, *blocks = self._units
-        computed: list[Sequence[ParameterShape]] = [*[head] * self._stage.last, *blocks[::-1]]
+        computed: list[Sequence[PlannedParameter]] = [*[head] * self._stage.last, *blocks[::-1]]
         for held, unit in zip(self.trace.weights_peaks, computed, strict=True):
-            points.append(PeakPoint("blocks", 0, held, other + done))
+            points.append(PlannedPeak("blocks", 0, held, other + done))
             done += 0 if added else bytes_of(trained_of(unit), None, self._compute)
-        points.append(PeakPoint("blocks", 0, 0, other + sum(whole)))
+        points.append(PlannedPeak("blocks", 0, 0, other + sum(whole)))
         if not last:
             if not before:
                 cast = self._casting([shape for unit in self._units for shape in unit])
-                points.append(PeakPoint("end", 0, 0, self._gathered + cast))
+                points.append(PlannedPeak("end", 0, 0, self._gathered + cast))
             return points
         for number, unit in enumerate(units):
             after = range(number + 1, len(units))
@@ -374,15 +376,15 @@ class ShardedStage:
             if before:
                 other += sum(self._accumulated(units[n]) for n in after)
             done = sum(map(self._slice_of, units[:number]))
-            points.append(PeakPoint("reduce", done, 0, other + self._reducing(unit, before)))
+            points.append(PlannedPeak("reduce", done, 0, other + self._reducing(unit, before)))
         return points
 
 
-class UnshardedStage:
+class PlannedUnshardedStage:
     """Computes the memory of a stage on a rank without FSDP, from a trace of its pass. The first
     pass allocates gradients one by one, and later passes keep them."""
 
-    def __init__(self, stage: StageBlueprint, trace: PassTrace) -> None:
+    def __init__(self, stage: PlannedStage, trace: PlannedPassTrace) -> None:
         self.trace, self._stage = trace, stage
         self._root, *blocks = (bytes_of(trained_of(unit)) for unit in stage.units)
         self._block = blocks[-1] if blocks else 0
@@ -392,48 +394,48 @@ class UnshardedStage:
     def resting(self) -> _IdleStage:
         return _IdleStage(0, self._whole, self._whole)
 
-    def points(self, which: StagePass) -> list[PeakPoint]:
+    def points(self, which: PlannedStagePass) -> list[PlannedPeak]:
         kind, trace, whole = which.kind, self.trace, self._whole
         before = whole if which.before else 0
         if kind == "F":
-            return [PeakPoint("forward", before, trace.head_forward)]
+            return [PlannedPeak("forward", before, trace.head_forward)]
         if kind == "W" and not self._stage.first:
             parts = [self._root] * self._stage.last + [self._block] * self._stage.blocks
             pairs = zip(accumulate([0, *parts[:-1]]), trace.weights_peaks, strict=True)
-            weights = [PeakPoint("blocks", max(before, done), held) for done, held in pairs]
-            return [*weights, PeakPoint("blocks", whole)]
+            weights = [PlannedPeak("blocks", max(before, done), held) for done, held in pairs]
+            return [*weights, PlannedPeak("blocks", whole)]
         if kind == "I" and self._stage.first:
             return []
         there = kind == "I" or bool(before)  # this pass allocates no gradients of weights
         block, head = (0, 0) if there else (self._block, self._root * self._stage.last)
         points = [
-            PeakPoint("head", before, trace.head_backward),
-            PeakPoint("blocks", before + head, trace.last_backward),
-            PeakPoint("end", before if there else whole - self._root, trace.tail_backward),
+            PlannedPeak("head", before, trace.head_backward),
+            PlannedPeak("blocks", before + head, trace.last_backward),
+            PlannedPeak("end", before if there else whole - self._root, trace.tail_backward),
         ]
         for back, below in inner_blocks(self._stage):
             held = trace.first_backward + below * trace.block_saved
-            points.append(PeakPoint("blocks", before + head + back * block, held))
+            points.append(PlannedPeak("blocks", before + head + back * block, held))
         return points
 
 
 def ddp_points(
-    stage: StageBlueprint, layout: RankLayout, trace: PassTrace, gathered: int
-) -> list[PeakPoint]:
+    stage: PlannedStage, layout: PlannedLayout, trace: PlannedPassTrace, gathered: int
+) -> list[PlannedPeak]:
     """Return the peak points of a step under DDP. `gathered`: peak bytes of the update, in ZeRO-1's
     gather or in rounding."""
     root, block = (bytes_of(trained_of(stage.units[number])) for number in (0, -1))
     whole = sum(bytes_of(trained_of(unit)) for unit in stage.units)
     earlier = whole if layout.passes > 1 else 0  # gradients of earlier passes
 
-    def point(phase: str, held: int, done: int) -> PeakPoint:
+    def point(phase: str, held: int, done: int) -> PlannedPeak:
         """Return the point at which backward has computed `done` bytes of gradients."""
         if layout.replicas > 1:
-            return PeakPoint(phase, whole, held, max(0, earlier - done))
-        return PeakPoint(phase, earlier or done, held)
+            return PlannedPeak(phase, whole, held, max(0, earlier - done))
+        return PlannedPeak(phase, earlier or done, held)
 
     return [
-        PeakPoint("update", whole, 0, gathered),
+        PlannedPeak("update", whole, 0, gathered),
         point("forward", trace.head_forward, 0),
         point("head", trace.head_backward, 0),
         point("blocks", trace.last_backward, 0),
@@ -445,7 +447,7 @@ def ddp_points(
     ]
 
 
-def gather_bytes(shapes: Sequence[ParameterShape], ranks: int) -> int:
+def gather_bytes(shapes: Sequence[PlannedParameter], ranks: int) -> int:
     """Return the peak bytes of ZeRO-1's gather after the update: a whole bucket, this rank's part
     of the bucket, and one more copy of a tensor whose rows do not divide evenly."""
     largest = 0
@@ -456,7 +458,7 @@ def gather_bytes(shapes: Sequence[ParameterShape], ranks: int) -> int:
     return largest
 
 
-def inner_blocks(stage: StageBlueprint) -> list[tuple[int, int]]:
+def inner_blocks(stage: PlannedStage) -> list[tuple[int, int]]:
     """Return (number of later blocks, number of earlier blocks) for the last block but one, and for
     the first block. Backward has finished the later blocks."""
     others = len(stage.units) - 2

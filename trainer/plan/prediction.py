@@ -10,11 +10,17 @@ from typing import Any, Literal
 import torch
 
 from trainer.parallel.parallelize import DTYPES, check_parallel
-from trainer.parallel.schedules import ActionSequence, Order, arranged, bubble_formula, schedule
+from trainer.parallel.schedules import (
+    Order,
+    PipelineActionSequence,
+    arranged,
+    bubble_formula,
+    schedule,
+)
 from trainer.plan.blueprint import (
-    Blueprint,
-    RankLayout,
-    StageBlueprint,
+    PlannedLayout,
+    PlannedModel,
+    PlannedStage,
     layout_of,
     read_blueprint,
     stage_of,
@@ -22,12 +28,12 @@ from trainer.plan.blueprint import (
 )
 from trainer.plan.costs import PlannedMachine
 from trainer.plan.peak_points import adds_gradients
-from trainer.plan.rank_memory import RankMemory, memory_of, messages_beside
-from trainer.plan.tape import PassTrace
-from trainer.plan.times import TracedStages, simulated, times_of
+from trainer.plan.rank_memory import PlannedRankMemory, memory_of, messages_beside
+from trainer.plan.tape import PlannedPassTrace
+from trainer.plan.times import PlannedStages, simulated, times_of
 from trainer.plan.trace import USUAL_GPU, trace
 from trainer.plan.traffic import messages_of, tied_gradients_of, traffic_of
-from trainer.recipe import Recipe, Strategy
+from trainer.recipe import Recipe, StrategySection
 from trainer.recipe.sections import PipelineSchedule
 from trainer.recipe.strategies import MODEL_PARALLEL, WITHIN_PASS, only, pp
 
@@ -46,7 +52,7 @@ pipeline's schedule. roofline: traced work and bytes, divided by the speeds of t
 
 
 @dataclass(frozen=True)
-class Prediction(RankMemory):
+class Prediction(PlannedRankMemory):
     """Predicted memory, traffic and time of a step, in bytes and seconds. Peak and transient memory
     are of the rank with the largest peak; of other kinds of memory the largest on any rank counts.
     Seconds are None if no machine is described."""
@@ -92,7 +98,7 @@ def predict(
     machine: PlannedMachine | None = None,
     device: Literal["cpu", "cuda"] | None = None,
     gpu_memory: float | None = None,
-    blueprint: Blueprint | None = None,
+    blueprint: PlannedModel | None = None,
 ) -> Prediction:
     """Predict a run of `recipe`. Needs neither its data nor a GPU, and creates no process group.
 
@@ -167,7 +173,7 @@ def predict(
 
 
 @cache
-def _runs(blueprint: Blueprint, strategy: Strategy, shards: int) -> tuple[range, ...]:
+def _runs(blueprint: PlannedModel, strategy: StrategySection, shards: int) -> tuple[range, ...]:
     """Return the blocks of each pipeline stage; RecipeError if the model cannot be divided."""
     recipe = dataclasses.replace(blueprint.recipe, strategy=strategy)
     check_parallel(recipe, blueprint.model, shards)
@@ -181,7 +187,7 @@ def _runs(blueprint: Blueprint, strategy: Strategy, shards: int) -> tuple[range,
 @lru_cache(maxsize=128)
 def _orders(
     name: PipelineSchedule, ranks: int, per_rank: int, passes: int
-) -> tuple[Sequence[Order], ActionSequence | None, list[list[int]]]:
+) -> tuple[Sequence[Order], PipelineActionSequence | None, list[list[int]]]:
     """Return the order of actions of each pipeline rank, all actions in one sequence, and the
     result of `messages_beside`."""
     if ranks == 1:
@@ -191,13 +197,13 @@ def _orders(
 
 
 def _pieces(
-    blueprint: Blueprint,
+    blueprint: PlannedModel,
     recipe: Recipe,
-    layout: RankLayout,
+    layout: PlannedLayout,
     runs: Sequence[range],
     orders: Sequence[Order],
-    traced: Callable[..., PassTrace],
-) -> TracedStages:
+    traced: Callable[..., PlannedPassTrace],
+) -> PlannedStages:
     """Build and trace the stages. `traced`: `trace` with all arguments that do not depend on the
     strategy."""
     strategy = recipe.strategy
@@ -216,18 +222,18 @@ def _pieces(
         # Equal stages are the same object, so they are traced once.
         for stage in dict.fromkeys(stages)
     }
-    return TracedStages(stages, [traces[stage] for stage in stages], orders)
+    return PlannedStages(stages, [traces[stage] for stage in stages], orders)
 
 
 def _memory(
-    ranks: Sequence[tuple[Sequence[StageBlueprint], Sequence[PassTrace]]],
+    ranks: Sequence[tuple[Sequence[PlannedStage], Sequence[PlannedPassTrace]]],
     orders: Sequence[Order],
     counts: Sequence[Sequence[int]],
     recipe: Recipe,
-    layout: RankLayout,
+    layout: PlannedLayout,
     device: Literal["cpu", "cuda"],
-    blueprint: Blueprint,
-) -> RankMemory:
+    blueprint: PlannedModel,
+) -> PlannedRankMemory:
     """Return the memory of the rank with the largest peak, but for each kind of memory the maximum
     over all ranks. `counts`: result of `messages_beside`."""
     memories = []
@@ -246,7 +252,7 @@ def _memory(
 
 def _of_node(
     recipe: Recipe,
-    blueprint: Blueprint,
+    blueprint: PlannedModel,
     world_size: int,
     local_world_size: int,
     on_host: int,
@@ -275,10 +281,10 @@ def _of_node(
 
 
 def _sent(
-    stages: Sequence[StageBlueprint],
-    traces: Sequence[PassTrace],
+    stages: Sequence[PlannedStage],
+    traces: Sequence[PlannedPassTrace],
     recipe: Recipe,
-    layout: RankLayout,
+    layout: PlannedLayout,
 ) -> float:
     shared = sum(c.sent for c in traffic_of(stages, recipe, layout).all)
     messages = messages_of(stages, traces, layout).sent

@@ -7,30 +7,30 @@ from dataclasses import dataclass, replace
 from trainer.optim.formats import PORTION, ROUNDING_BYTES
 from trainer.optim.optimizer import moments as kept_by
 from trainer.parallel.offload import BUFFERS, PORTION_BYTES, copies
-from trainer.parallel.schedules import Action, Order, incoming
+from trainer.parallel.schedules import Order, PipelineAction, incoming
 from trainer.plan.blueprint import (
-    ParameterShape,
-    RankLayout,
-    StageBlueprint,
+    PlannedLayout,
+    PlannedParameter,
+    PlannedStage,
     bytes_of,
     counted,
     trained_of,
 )
 from trainer.plan.peak_points import (
-    PeakPoint,
-    ShardedStage,
-    StagePass,
-    UnshardedStage,
+    PlannedPeak,
+    PlannedShardedStage,
+    PlannedStagePass,
+    PlannedUnshardedStage,
     ddp_points,
     gather_bytes,
 )
-from trainer.plan.tape import PassTrace
+from trainer.plan.tape import PlannedPassTrace
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import offload, sharding
 
 
 @dataclass(frozen=True)
-class RankMemory:
+class PlannedRankMemory:
     """Predicted bytes of one rank. The shards of the first rank are counted, because they are the
     largest."""
 
@@ -59,15 +59,15 @@ class RankMemory:
 
 
 def memory_of(
-    stages: Sequence[StageBlueprint],
-    traces: Sequence[PassTrace],
+    stages: Sequence[PlannedStage],
+    traces: Sequence[PlannedPassTrace],
     recipe: Recipe,
-    layout: RankLayout,
+    layout: PlannedLayout,
     device: str,
     buffers: int,
     order: Order | None = None,
     messages: Sequence[int] = (),
-) -> RankMemory:
+) -> PlannedRankMemory:
     """Add up the memory of a rank.
 
     Args:
@@ -103,17 +103,17 @@ def memory_of(
     if layout.by_fsdp or order:
         parameters, gradients = slices, slices_trained
         held = [
-            ShardedStage(stage, trace, recipe, layout, offloaded)
+            PlannedShardedStage(stage, trace, recipe, layout, offloaded)
             if layout.by_fsdp
-            else UnshardedStage(stage, trace)
+            else PlannedUnshardedStage(stage, trace)
             for stage, trace in zip(stages, traces, strict=True)
         ]
-        alone = [Action("F", 0, 0), Action("B", 0, 0)] * layout.passes
+        alone = [PipelineAction("F", 0, 0), PipelineAction("B", 0, 0)] * layout.passes
         each = recipe.strategy.reduce_every_pass
         activations, by_stage = _passes(
             order or alone, held, each, messages or [0] * len(order or alone)
         )
-        points = [PeakPoint("update", gradients, 0, 0 if offloaded else rounding)] + [
+        points = [PlannedPeak("update", gradients, 0, 0 if offloaded else rounding)] + [
             replace(point, pass_=point.pass_ + beside)
             for of_stage, passes in zip(held, by_stage, strict=True)
             for which, beside in passes.items()
@@ -131,12 +131,12 @@ def memory_of(
     pinned = sum(_pinned_bytes(some, layout.shards) for some in (shapes, trained_of(shapes)))
     in_memory = pinned + state if to_host else 0
 
-    def device_bytes(point: PeakPoint) -> int:
+    def device_bytes(point: PlannedPeak) -> int:
         return standing + point.pass_ + point.other + (0 if offloaded else point.gradients)
 
     highest = max(points, key=device_bytes)
     portions = copies(kept_by(recipe.optimizer) or ()) * PORTION_BYTES * BUFFERS
-    return RankMemory(
+    return PlannedRankMemory(
         parameters=parameters,
         gradients=gradients,
         optimizer_state=state,
@@ -152,15 +152,15 @@ def memory_of(
 
 def _passes(
     order: Order,
-    held: Sequence[ShardedStage | UnshardedStage],
+    held: Sequence[PlannedShardedStage | PlannedUnshardedStage],
     every_pass: bool,
     messages: Sequence[int],
-) -> tuple[int, list[dict[StagePass, int]]]:
+) -> tuple[int, list[dict[PlannedStagePass, int]]]:
     """Follow the memory of a rank through its actions. Returns (peak bytes of activations; for each
     of the `held` stages, pass → most bytes that other micro-batches and stages have meanwhile)."""
     backward = Counter(action.stage for action in order if action.kind in "BW")
     stages = dict(zip(sorted(backward), held, strict=True))
-    by_stage: dict[int, dict[StagePass, int]] = {number: {} for number in stages}
+    by_stage: dict[int, dict[PlannedStagePass, int]] = {number: {} for number in stages}
     rests = {number: stage.resting for number, stage in stages.items()}
     remaining, resting = dict(backward), dict.fromkeys(stages, 0)
     gathered = dict.fromkeys(stages, False)
@@ -168,7 +168,9 @@ def _passes(
     forward = put_off = most = 0
     for (kind, number, _), message in zip(order, messages, strict=True):
         trace, before = stages[number].trace, remaining[number] < backward[number]
-        which = StagePass(kind, before, kind in "BW" and remaining[number] == 1, fresh[number])
+        which = PlannedStagePass(
+            kind, before, kind in "BW" and remaining[number] == 1, fresh[number]
+        )
         # The trace of a pass includes its own activations, so they are subtracted here.
         own = {"F": 0, "W": trace.kept + trace.put_off}.get(kind, trace.saved)
         beside = forward + put_off - own + sum(resting.values()) - resting[number] + message
@@ -207,7 +209,7 @@ def messages_beside(orders: Sequence[Order]) -> list[list[int]]:
     for order, senders in zip(orders, incoming(orders) if orders else (), strict=True):
         expected = {peer: deque(actions) for peer, actions in senders.items()}
         sent: dict[int, deque[int]] = {}
-        early: set[Action] = set()
+        early: set[PipelineAction] = set()
         counts.append([])
         for action in order:
             source = action._replace(stage=action.stage + (-1 if action.kind == "F" else 1))
@@ -226,10 +228,10 @@ def messages_beside(orders: Sequence[Order]) -> list[list[int]]:
     return counts
 
 
-def _state_bytes(units: Sequence[tuple[Sequence[ParameterShape], int]], ranks: int) -> int:
+def _state_bytes(units: Sequence[tuple[Sequence[PlannedParameter], int]], ranks: int) -> int:
     return sum(count * sum(shape.state_bytes(ranks) for shape in unit) for unit, count in units)
 
 
-def _pinned_bytes(shapes: Sequence[ParameterShape], ranks: int) -> int:
+def _pinned_bytes(shapes: Sequence[PlannedParameter], ranks: int) -> int:
     # CUDA's allocator of pinned memory rounds up to powers of two.
     return sum(1 << (bytes_of([shape], ranks) - 1).bit_length() for shape in shapes)

@@ -9,14 +9,14 @@ from itertools import product
 from typing import Any, Literal
 
 from trainer.parallel.schedules import bubble_formula
-from trainer.plan.blueprint import Blueprint, read_blueprint
+from trainer.plan.blueprint import PlannedModel, read_blueprint
 from trainer.plan.costs import PEAK_SHARE, PlannedMachine
 from trainer.plan.prediction import Prediction, predict
 from trainer.plan.trace import Recompute
-from trainer.plan.traffic import Collective
-from trainer.recipe import Recipe, RecipeError, Strategy, strategies
+from trainer.plan.traffic import PlannedCollective
+from trainer.recipe import Recipe, RecipeError, StrategySection, strategies
 from trainer.recipe.rules import contradictions
-from trainer.recipe.strategies.dimension import TriedSizes
+from trainer.recipe.strategies.dimension import StrategySizes
 
 ROOM = 0.1
 """Fraction of memory that a recommended strategy leaves free: on a GPU for torch, CUDA, NCCL and
@@ -40,7 +40,7 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlanCandidate:
     """A recipe with one strategy and micro-batch, and its prediction."""
 
     label: str
@@ -74,17 +74,17 @@ class Plan:
 
     recipe: Recipe
     machine: PlannedMachine
-    blueprint: Blueprint
-    own: Candidate
+    blueprint: PlannedModel
+    own: PlanCandidate
     """The recipe's own strategy; if it cannot run on the machine, the first of `candidates`."""
     refused: str
     """Why the recipe's own strategy cannot run on the machine; "" if it can."""
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[PlanCandidate, ...]
     """One candidate per strategy and kind of recomputation, with its best micro-batch and way to
     reduce gradients."""
-    tried: tuple[Candidate, ...]
+    tried: tuple[PlanCandidate, ...]
     """All candidates that were predicted, with every micro-batch."""
-    best: Candidate | None
+    best: PlanCandidate | None
     """The fastest candidate that fits, with offload only if it saves OFFLOAD_GAIN; None if no
     candidate fits."""
     enough_nodes: int | None
@@ -101,7 +101,7 @@ def make_plan(recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "c
     world_size, local = machine.world_size, machine.gpus_per_node
     refusals: list[RecipeError] = []
 
-    def candidates(label: str, *recipes: Recipe) -> list[Candidate]:
+    def candidates(label: str, *recipes: Recipe) -> list[PlanCandidate]:
         predicted = []
         for given in recipes:
             changed = given
@@ -114,7 +114,7 @@ def make_plan(recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "c
                 prediction = predict(
                     changed, world_size, local, machine=machine, device=device, blueprint=blueprint
                 )
-                predicted.append(Candidate(label, changed, prediction))
+                predicted.append(PlanCandidate(label, changed, prediction))
             except RecipeError as error:  # kept, because another strategy may work
                 refusals.append(error)
         return predicted
@@ -127,7 +127,7 @@ def make_plan(recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "c
         for changed in _recomputing(strategy):
             if _refused(recipe, changed):
                 continue
-            tried: list[Candidate] = []
+            tried: list[PlanCandidate] = []
             micro_batches = _micro_batches(recipe, world_size)
             while micro_batches:
                 recipes = _reductions(recipe, changed, micro_batches.pop(0), world_size)
@@ -173,8 +173,8 @@ def make_plan(recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "c
 
 
 def _layouts(
-    recipe: Recipe, machine: PlannedMachine, blueprint: Blueprint
-) -> Iterator[tuple[str, Strategy]]:
+    recipe: Recipe, machine: PlannedMachine, blueprint: PlannedModel
+) -> Iterator[tuple[str, StrategySection]]:
     """Yield (label, strategy) for layouts of model parallelism that the recipe allows, and whose
     state may fit. Each strategy's module says which numbers of ranks to try. With tensor
     parallelism, which divides no experts, experts are always divided by `ep`."""
@@ -189,7 +189,7 @@ def _layouts(
     least = 2 if strategies.together(recipe.strategy) == 1 else 1
     modules = strategies.dividing("layers", "sequences", "stages", "experts")
     for values in product(*(module.tried(sizes) for module in modules)):
-        layout = Strategy(
+        layout = StrategySection(
             **{key: value for one in values for key, value in one.items()},
             compile=recipe.strategy.compile,
         )
@@ -219,15 +219,15 @@ def _layouts(
                 yield f"{_name(strategy)} {label}".strip(), strategy
 
 
-def _tried_sizes(recipe: Recipe, machine: PlannedMachine, blueprint: Blueprint) -> TriedSizes:
+def _tried_sizes(recipe: Recipe, machine: PlannedMachine, blueprint: PlannedModel) -> StrategySizes:
     experts = [shape.rows for unit in blueprint.units for shape in unit if shape.stacked]
-    return TriedSizes(
+    return StrategySizes(
         machine.world_size, machine.gpus_per_node, recipe.data.seq_len, blueprint.block_count,
         experts,
     )  # fmt: skip
 
 
-def _name(strategy: Strategy) -> str:
+def _name(strategy: StrategySection) -> str:
     """Return the label of a layout, such as TP8 PP16x2 for tp=8 and pp=16 with two stages per
     rank."""
     ranks = strategies.sizes(strategy)
@@ -239,7 +239,7 @@ def _name(strategy: Strategy) -> str:
 
 
 def _least_seconds(
-    recipe: Recipe, machine: PlannedMachine, blueprint: Blueprint, strategy: Strategy
+    recipe: Recipe, machine: PlannedMachine, blueprint: PlannedModel, strategy: StrategySection
 ) -> float:
     """Return a lower bound of a step's seconds: the time of arithmetic and pipeline bubble, or of
     FSDP's gathers if they take longer."""
@@ -265,23 +265,23 @@ def _least_seconds(
         for shape in unit
     )
     payload = gathers * gathered / cut
-    return max(computing, Collective(int(payload), 1, shards, stride).seconds(machine))
+    return max(computing, PlannedCollective(int(payload), 1, shards, stride).seconds(machine))
 
 
 def _of_layout(
     recipe: Recipe,
-    variants: Sequence[Strategy],
+    variants: Sequence[StrategySection],
     machine: PlannedMachine,
-    candidates: Callable[..., list[Candidate]],
-) -> list[Candidate]:
+    candidates: Callable[..., list[PlanCandidate]],
+) -> list[PlanCandidate]:
     """Predict the candidates of a layout: take the first variant that fits, the one with the least
     recomputation, and double the micro-batch while steps get faster."""
-    tried: list[Candidate] = []
+    tried: list[PlanCandidate] = []
     for strategy in variants:
         fastest = None
         alone = _micro_batches(_changed(recipe, strategy, 1), machine.world_size)
         for micro_batch in MICRO_BATCHES if strategies.together(strategy) > 1 else alone:
-            ways: list[Candidate] = []
+            ways: list[PlanCandidate] = []
             for way in _reductions(recipe, strategy, micro_batch, machine.world_size):
                 ways += candidates(way)
                 if _best(ways, machine):
@@ -303,7 +303,7 @@ def largest_micro_batch(
     memory: float,
     device: Literal["cpu", "cuda"],
     *,
-    blueprint: Blueprint | None = None,
+    blueprint: PlannedModel | None = None,
 ) -> int:
     """Return the largest micro-batch that fits with ROOM, and leaves a pipeline enough passes; 1 if
     no micro-batch does. `batch.micro_batch` is ignored. `memory`: bytes of a GPU; on CPUs bytes of
@@ -326,8 +326,8 @@ def largest_micro_batch(
 
 
 def _shardings(
-    recipe: Recipe, machine: PlannedMachine, blueprint: Blueprint
-) -> Iterator[tuple[str, Strategy]]:
+    recipe: Recipe, machine: PlannedMachine, blueprint: PlannedModel
+) -> Iterator[tuple[str, StrategySection]]:
     """Yield (DeepSpeed's name, strategy) for all shardings, with the recipe's own model
     parallelism. Experts are whole, or divided among the ranks of a node."""
     plain = _shared_part(recipe)
@@ -360,7 +360,7 @@ def _shardings(
     )
 
 
-def _refused(recipe: Recipe, strategy: Strategy) -> bool:
+def _refused(recipe: Recipe, strategy: StrategySection) -> bool:
     """Return whether keys of a changed strategy contradict each other. Contradictions of the user's
     own strategy were reported when the recipe was read."""
     recipe = _changed(recipe, strategy, 1)
@@ -372,12 +372,12 @@ def _refused(recipe: Recipe, strategy: Strategy) -> bool:
     )
 
 
-def _recomputing(strategy: Strategy) -> list[Strategy]:
+def _recomputing(strategy: StrategySection) -> list[StrategySection]:
     """Return the strategy with each kind of recomputation, the least first."""
     return [dataclasses.replace(strategy, activation_checkpointing=one) for one in RECOMPUTES]
 
 
-def _shared_part(recipe: Recipe) -> Strategy:
+def _shared_part(recipe: Recipe) -> StrategySection:
     """Return what all candidates share of the recipe's strategy: `compile`, and model parallelism
     other than of experts."""
     shared = strategies.dividing("layers", "sequences", "stages")
@@ -398,7 +398,7 @@ def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
 
 
 def _reductions(
-    recipe: Recipe, strategy: Strategy, micro_batch: int, world_size: int
+    recipe: Recipe, strategy: StrategySection, micro_batch: int, world_size: int
 ) -> list[Recipe]:
     """Return the changed recipe and, if steps have several passes, its variant that reduces
     gradients after every pass."""
@@ -412,7 +412,7 @@ def _reductions(
     return [changed]
 
 
-def _changed(recipe: Recipe, strategy: Strategy, micro_batch: int) -> Recipe:
+def _changed(recipe: Recipe, strategy: StrategySection, micro_batch: int) -> Recipe:
     batch = dataclasses.replace(recipe.batch, micro_batch=micro_batch)
     checkpoint = recipe.checkpoint
     # Slots that the recipe has in its offload directory stay in the offload directory.
@@ -421,21 +421,21 @@ def _changed(recipe: Recipe, strategy: Strategy, micro_batch: int) -> Recipe:
     return dataclasses.replace(recipe, strategy=strategy, batch=batch, checkpoint=checkpoint)
 
 
-def _order(candidate: Candidate) -> tuple[float, int]:
+def _order(candidate: PlanCandidate) -> tuple[float, int]:
     return candidate.prediction.seconds_per_step or 0.0, candidate.prediction.peak
 
 
-def _best_on_gpus(candidates: list[Candidate], machine: PlannedMachine) -> Candidate | None:
+def _best_on_gpus(candidates: list[PlanCandidate], machine: PlannedMachine) -> PlanCandidate | None:
     on_gpus = [c for c in candidates if not strategies.offload.used(c.recipe.strategy)]
     return _best(on_gpus, machine)
 
 
-def _best(candidates: list[Candidate], machine: PlannedMachine) -> Candidate | None:
+def _best(candidates: list[PlanCandidate], machine: PlannedMachine) -> PlanCandidate | None:
     return min((c for c in candidates if c.fits(machine)), key=_order, default=None)
 
 
 def _enough_nodes(
-    recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "cuda"], blueprint: Blueprint
+    recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "cuda"], blueprint: PlannedModel
 ) -> int | None:
     """Double the nodes until ZeRO-3 with full recomputation fits without offload, and return their
     number; None if none suffices. The smallest micro-batch and a single pass are tried."""
@@ -455,7 +455,7 @@ def _enough_nodes(
                     )  # fmt: skip
                 except RecipeError:  # there are more ranks than sequences in a batch
                     return None
-                if Candidate("", thrifty, prediction).fits(larger):
+                if PlanCandidate("", thrifty, prediction).fits(larger):
                     return nodes
         nodes *= 2
     return None

@@ -1,6 +1,6 @@
 """Counts the bytes of tensors by their storages. A storage counts once and whole, however many
-tensors are views of it. A DTensor counts with its local part. `LiveTensors` measures what operators
-allocate and have not freed."""
+tensors are views of it. A DTensor counts with its local part. `PlanLiveTensors` measures what
+operators allocate and have not freed."""
 
 import weakref
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ def nbytes(sizes: Storages) -> int:
     return sum(sizes.values())
 
 
-class LiveTensors(TorchDispatchMode):
+class PlanLiveTensors(TorchDispatchMode):
     """Mode that measures the bytes of storages that operators allocate, until they are freed. The
     storages of fake tensors have a size, too, but no memory. Memory that an operator frees before
     it returns, such as a kernel's workspace, is not counted."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trainer.plan.storages import LiveTensors, storage_of
+from trainer.plan.storages import PlanLiveTensors, storage_of
 
 
 class _KernelWork(NamedTuple):
@@ -106,7 +106,7 @@ def _operations(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int
     return float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
 
 
-class PassTraffic(NamedTuple):
+class PlannedPassTraffic(NamedTuple):
     """Bytes that a rank sends in forward or backward of a pass, and the number of calls."""
 
     layers: float = 0.0
@@ -123,7 +123,7 @@ class PassTraffic(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PassTrace:
+class PlannedPassTrace:
     """Memory (bytes) and work of a pass over one micro-batch on one rank. Parameters and gradients
     are not counted, but peaks include gradients that FSDP has not reduced yet."""
 
@@ -160,7 +160,10 @@ class PassTrace:
     forward: Work
     backward: Work
     """Work of backward, including recomputation."""
-    sent: tuple[PassTraffic, PassTraffic] = (PassTraffic(), PassTraffic())
+    sent: tuple[PlannedPassTraffic, PlannedPassTraffic] = (
+        PlannedPassTraffic(),
+        PlannedPassTraffic(),
+    )
     hidden: int = 0
     """Bytes of the hidden states that a stage passes on."""
     kept: int = 0
@@ -190,10 +193,12 @@ class _Phase:
     work: list[_KernelWork] = field(default_factory=list)
     fused: _FusedOperators | None = None
     """The operators that torch.compile would fuse with the next operator; None: none."""
-    sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PassTraffic._fields, 0.0))
+    sent: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(PlannedPassTraffic._fields, 0.0)
+    )
 
 
-class Tape(LiveTensors):
+class PlanTape(PlanLiveTensors):
     """Records what each phase of a traced forward and backward costs: allocated bytes, work of
     kernels (operations and memory traffic, see `_KernelWork`), and bytes sent to other ranks.
     `depth`: number of blocks that are traced. `compiled`: whether blocks are compiled."""
@@ -255,7 +260,7 @@ class Tape(LiveTensors):
 
     def send(self, whom: str, nbytes: float, calls: int = 1) -> None:
         """Record a message in the current phase. `whom`: "layers", "ring" or "experts", see
-        `PassTraffic`."""
+        `PlannedPassTraffic`."""
         self._end_kernel()
         self._phase.sent[whom] += nbytes
         self._phase.sent[f"{whom}_calls"] += calls
@@ -403,7 +408,7 @@ class Tape(LiveTensors):
         narrow = (x.to(torch.bfloat16) for x in (left, right))
         return operator(*narrow, *rest, **kwargs).to(left.dtype)
 
-    def result(self, blocks: int, first: bool, last: bool) -> PassTrace:
+    def result(self, blocks: int, first: bool, last: bool) -> PlannedPassTrace:
         """Compute the trace of a pipeline stage from the recorded pass of a model. The stage has
         `blocks` equal blocks, with the embedding if it is the `first` stage, and with the head if
         it is the `last`."""
@@ -472,15 +477,15 @@ class Tape(LiveTensors):
                 for kernel in (self._phases[name].work if times[name] else ())
             )
 
-        def sent(half: list[str]) -> PassTraffic:
-            return PassTraffic(
+        def sent(half: list[str]) -> PlannedPassTraffic:
+            return PlannedPassTraffic(
                 *(
                     sum(times[n] * self._phases[n].sent[w] for n in half)
-                    for w in PassTraffic._fields
+                    for w in PlannedPassTraffic._fields
                 )
             )
 
-        return PassTrace(
+        return PlannedPassTrace(
             saved=all_saved,
             head_forward=max(
                 peaks["start"], peaks["first"], max(peaks["others"], peaks["head"]) + alive

@@ -6,8 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainer.parallel.mesh import EXPERT, LAYERS, PIPELINE
-from trainer.parallel.schedules import ActionSequence, Kind, Order, Simulation, simulate
-from trainer.plan.blueprint import RankLayout, StageBlueprint, bytes_of, counted
+from trainer.parallel.schedules import (
+    Kind,
+    Order,
+    PipelineActionSequence,
+    PipelineSimulation,
+    simulate,
+)
+from trainer.plan.blueprint import PlannedLayout, PlannedStage, bytes_of, counted
 from trainer.plan.costs import (
     ADDITION_TRAFFIC,
     BANDWIDTH_SHARE,
@@ -22,9 +28,9 @@ from trainer.plan.costs import (
     UPDATE_TRAFFIC,
     PlannedMachine,
 )
-from trainer.plan.tape import PassTrace, Work
+from trainer.plan.tape import PlannedPassTrace, Work
 from trainer.plan.traffic import (
-    Collective,
+    PlannedCollective,
     elements,
     gathering_passes,
     messages_of,
@@ -60,25 +66,25 @@ class _StepTimes:
 
 
 @dataclass(frozen=True)
-class TracedStages:
+class PlannedStages:
     """The stages of a pipeline with their traces. Without a pipeline there is one stage."""
 
-    stages: Sequence[StageBlueprint]
-    traces: Sequence[PassTrace]
+    stages: Sequence[PlannedStage]
+    traces: Sequence[PlannedPassTrace]
     orders: Sequence[Order]
     """Order of actions of each rank; [] without a pipeline."""
 
-    def of_rank(self, rank: int) -> tuple[Sequence[StageBlueprint], Sequence[PassTrace]]:
+    def of_rank(self, rank: int) -> tuple[Sequence[PlannedStage], Sequence[PlannedPassTrace]]:
         ranks = len(self.orders) or 1
         return self.stages[rank::ranks], self.traces[rank::ranks]
 
 
 def times_of(
-    pieces: TracedStages,
+    pieces: PlannedStages,
     recipe: Recipe,
-    layout: RankLayout,
+    layout: PlannedLayout,
     machine: PlannedMachine,
-    simulation: Simulation | None,
+    simulation: PipelineSimulation | None,
 ) -> _StepTimes:
     """Estimate the seconds of a step. `simulation`: result of `simulated` for a pipeline.
 
@@ -102,10 +108,10 @@ def times_of(
 
 
 def _times_of_rank(
-    stages: Sequence[StageBlueprint],
-    traces: Sequence[PassTrace],
+    stages: Sequence[PlannedStage],
+    traces: Sequence[PlannedPassTrace],
     recipe: Recipe,
-    layout: RankLayout,
+    layout: PlannedLayout,
     machine: PlannedMachine,
 ) -> _StepTimes:
     forward, backward = (
@@ -165,7 +171,7 @@ def _times_of_rank(
 
 
 def _offload(
-    stages: Sequence[StageBlueprint], recipe: Recipe, layout: RankLayout, machine: PlannedMachine
+    stages: Sequence[PlannedStage], recipe: Recipe, layout: PlannedLayout, machine: PlannedMachine
 ) -> tuple[float, float]:
     """Return the seconds of transfers between host and device in a step, and of the update."""
     cut = layout.replicas if sharding.zero1(recipe) else layout.shards
@@ -204,7 +210,7 @@ def exchange_seconds(nbytes: float, ranks: int, machine: PlannedMachine) -> tupl
 
 
 def _together_seconds(
-    trace: PassTrace, layout: RankLayout, machine: PlannedMachine
+    trace: PlannedPassTrace, layout: PlannedLayout, machine: PlannedMachine
 ) -> tuple[float, float]:
     """Return the seconds for which a rank waits for messages of tensor, context and expert
     parallelism in forward, and in backward."""
@@ -221,7 +227,7 @@ def _together_seconds(
 
 
 def _sent(
-    trace: PassTrace, layout: RankLayout, machine: PlannedMachine
+    trace: PlannedPassTrace, layout: PlannedLayout, machine: PlannedMachine
 ) -> list[tuple[float, float, float]]:
     """Return the seconds of sending by (tensor, context, expert) parallelism, in forward and in
     backward."""
@@ -241,11 +247,11 @@ def _sent(
 
 
 def simulated(
-    pieces: TracedStages,
-    arrangement: ActionSequence,
-    layout: RankLayout,
+    pieces: PlannedStages,
+    arrangement: PipelineActionSequence,
+    layout: PlannedLayout,
     machine: PlannedMachine | None,
-) -> Simulation:
+) -> PipelineSimulation:
     """Simulate a step of a pipeline with the traced costs of its stages, in seconds. Without a
     machine the unit is operations, and messages cost nothing."""
     costs: dict[int, dict[Kind, float]] = {}
@@ -270,7 +276,7 @@ def simulated(
     message = 0.0
     if machine:
         stride = layout.groups[PIPELINE].stride
-        message = Collective(pieces.traces[0].hidden, 2, 2, stride).seconds(machine)
+        message = PlannedCollective(pieces.traces[0].hidden, 2, 2, stride).seconds(machine)
     stages = [costs[id(trace)] for trace in pieces.traces]
     return simulate(arrangement, stages=stages, message=message)
 

@@ -19,23 +19,23 @@ from trainer.data.packing import room_for_documents
 from trainer.models.decoder import Decoder
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.parallelize import cut_layers
-from trainer.plan.blueprint import Blueprint, StageBlueprint
+from trainer.plan.blueprint import PlannedModel, PlannedStage
 from trainer.plan.cuda_kernels import cuda_kernels
-from trainer.plan.tape import PassTrace, Tape
-from trainer.recipe import RecipeError, Strategy, strategies
+from trainer.plan.tape import PlannedPassTrace, PlanTape
+from trainer.recipe import RecipeError, StrategySection, strategies
 from trainer.tasks.model_blocks import repeated_blocks
 
 USUAL_GPU = 80e9
 """Bytes of GPU memory that are assumed if neither a GPU nor a machine is known."""
 
 Recompute: TypeAlias = Literal["none", "full", "selective"]
-WHOLE = Strategy()
+WHOLE = StrategySection()
 """Strategy without model parallelism: each rank computes whole micro-batches."""
 
 
 @cache
 def trace(
-    blueprint: Blueprint,
+    blueprint: PlannedModel,
     micro_batch: int,
     recompute: Recompute,
     dtype: torch.dtype,
@@ -44,11 +44,11 @@ def trace(
     flash: bool = True,
     gpu_memory: float = USUAL_GPU,
     keep_gradients: bool | None = None,
-    cut: Strategy = WHOLE,
-    stage: StageBlueprint | None = None,
+    cut: StrategySection = WHOLE,
+    stage: PlannedStage | None = None,
     in_two: bool = False,
     compiled: bool = False,
-) -> PassTrace:
+) -> PlannedPassTrace:
     """Trace a pass of a model, or of a pipeline stage, which is derived from a pass of the model.
     Raises RecipeError if the model does not run on fake tensors.
 
@@ -80,18 +80,18 @@ def trace(
 
 @cache
 def _taped(
-    blueprint: Blueprint,
+    blueprint: PlannedModel,
     micro_batch: int,
     recompute: Recompute,
     dtype: torch.dtype,
     autocast: bool,
     gpu: tuple[bool, float] | None,
     keep: bool,
-    cut: Strategy,
+    cut: StrategySection,
     in_two: bool,
     untied: bool,
     compiled: bool,
-) -> Tape:
+) -> PlanTape:
     """Record a pass of the whole model, see `trace`. `gpu`: (flash, gpu_memory), or None for a CPU.
     `untied`: whether a tied output head gets a separate weight."""
     # A copy, because hooks, casts and model parallelism change the model.
@@ -102,7 +102,7 @@ def _taped(
         model.lm_head.weight.requires_grad_(model.model.embed_tokens.weight.requires_grad)
     blocks = repeated_blocks(model)
     depth = len(blocks)
-    tape = Tape(depth, blueprint.seq_len, compiled)
+    tape = PlanTape(depth, blueprint.seq_len, compiled)
     shape = (micro_batch, blueprint.seq_len)
     experts: Sequence[nn.Module] = ()
     call: Callable[..., Any] = lambda inputs: model(**inputs)  # noqa: E731
@@ -110,7 +110,7 @@ def _taped(
     if cut != WHOLE:
         # Imported only if the recipe uses it.
         from trainer.parallel.context import ContextParallel
-        from trainer.plan.imagined_ranks import ImaginedRanks, imagined_ranks, ring_of
+        from trainer.plan.imagined_ranks import PlannedRanks, imagined_ranks, ring_of
 
         around = strategies.cp.ranks(cut)
         ring = ring_of(*shape, around) if around > 1 else None
@@ -118,9 +118,7 @@ def _taped(
         if ring:
             call = partial(ContextParallel(ring.group), model)
         with imagined_ranks(tape.send, ring):
-            experts = cut_layers(
-                model, cut, lambda name: ImaginedRanks(strategies.sizes(cut)[name])
-            )
+            experts = cut_layers(model, cut, lambda name: PlannedRanks(strategies.sizes(cut)[name]))
     if recompute != "none":
         blocks = apply_activation_checkpointing(model, blocks, recompute)
     if not autocast:

@@ -9,15 +9,15 @@ from typing import NamedTuple
 from trainer.parallel.ddp import BUCKET_BYTES
 from trainer.parallel.mesh import PIPELINE, REPLICATE, SHARD
 from trainer.parallel.parallelize import DTYPES
-from trainer.plan.blueprint import RankLayout, StageBlueprint, counted, gathered_bytes, trained_of
+from trainer.plan.blueprint import PlannedLayout, PlannedStage, counted, gathered_bytes, trained_of
 from trainer.plan.costs import NETWORK_SHARE, PLATEAU, PlannedMachine
-from trainer.plan.tape import PassTrace
+from trainer.plan.tape import PlannedPassTrace
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import exact, sharding
 
 
 @dataclass(frozen=True)
-class Collective:
+class PlannedCollective:
     """All calls of one collective in a step by a group of ranks."""
 
     payload: float
@@ -66,20 +66,20 @@ class Collective:
 class _StepTraffic(NamedTuple):
     """Data-parallel collectives of a step, by the computation with which they overlap."""
 
-    forward: tuple[Collective, ...]
-    backward: tuple[Collective, ...]
-    reduced: tuple[Collective, ...]
+    forward: tuple[PlannedCollective, ...]
+    backward: tuple[PlannedCollective, ...]
+    reduced: tuple[PlannedCollective, ...]
     """Reductions of gradients, in the last backward pass or in each."""
-    updated: tuple[Collective, ...] = ()
+    updated: tuple[PlannedCollective, ...] = ()
     """Gathers of parameters after the update, which do not overlap."""
 
     @property
-    def all(self) -> tuple[Collective, ...]:
+    def all(self) -> tuple[PlannedCollective, ...]:
         return (*self.forward, *self.backward, *self.reduced, *self.updated)
 
 
 def traffic_of(
-    stages: Sequence[StageBlueprint], recipe: Recipe, layout: RankLayout
+    stages: Sequence[PlannedStage], recipe: Recipe, layout: PlannedLayout
 ) -> _StepTraffic:
     """Return the data-parallel collectives of a rank's stages in a step, without the few bytes of
     loss and norm. Each FSDP unit, or each DDP bucket, is one call."""
@@ -89,10 +89,10 @@ def traffic_of(
         # DDP all-reduces float32 gradients, bucket by bucket.
         payload = 4 * elements(stages, 1)
         calls = -(-payload // BUCKET_BYTES)
-        updated: tuple[Collective, ...] = ()
+        updated: tuple[PlannedCollective, ...] = ()
         if sharding.zero1(recipe):  # gathers the updated parameters once more
-            updated = (Collective(payload, 1, *replicas, calls),)
-        return _StepTraffic((), (), (Collective(payload, 2, *replicas, calls),), updated)
+            updated = (PlannedCollective(payload, 1, *replicas, calls),)
+        return _StepTraffic((), (), (PlannedCollective(payload, 2, *replicas, calls),), updated)
     compute, reduced = DTYPES[recipe.precision.dtype].itemsize, exact.reduced_bytes(recipe)
     # The root stays gathered from pass to pass until gradients are reduced.
     kept = passes if strategy.reduce_every_pass else 1
@@ -112,42 +112,42 @@ def traffic_of(
         if recipe.gathers_twice:
             again = passes * (whole - root)
             first = again + kept * root
-        forward.append(Collective(first, 1, ranks, stride, often * calls))
-        backward.append(Collective(again, 1, ranks, stride, passes * calls))
+        forward.append(PlannedCollective(first, 1, ranks, stride, often * calls))
+        backward.append(PlannedCollective(again, 1, ranks, stride, passes * calls))
         payload = layout.reductions * reduced * trained
         calls *= layout.reductions
-        reductions.append(Collective(payload, 1, ranks, stride, calls))
+        reductions.append(PlannedCollective(payload, 1, ranks, stride, calls))
         # After the reduce-scatter each shard is all-reduced between the replicas.
-        reductions.append(Collective(payload // ranks, 2, *replicas, calls))
+        reductions.append(PlannedCollective(payload // ranks, 2, *replicas, calls))
     return _StepTraffic(tuple(forward), tuple(backward), tuple(reductions))
 
 
-def gathering_passes(recipe: Recipe, layout: RankLayout) -> int:
+def gathering_passes(recipe: Recipe, layout: PlannedLayout) -> int:
     """Return the number of forward passes per step in which FSDP gathers the blocks."""
     every = recipe.gathers_twice or recipe.strategy.reduce_every_pass
     return layout.passes if every else 1
 
 
 def messages_of(
-    stages: Sequence[StageBlueprint], traces: Sequence[PassTrace], layout: RankLayout
-) -> Collective:
+    stages: Sequence[PlannedStage], traces: Sequence[PlannedPassTrace], layout: PlannedLayout
+) -> PlannedCollective:
     """Return the messages of a pipeline rank in a step: hidden states and their gradients."""
     sides = sum((not stage.first) + (not stage.last) for stage in stages)
     calls = layout.passes * sides
-    # With times=2 and two ranks, `Collective.sent` is the payload: each rank sends it once.
-    return Collective(calls * traces[0].hidden, 2, 2, layout.groups[PIPELINE].stride, calls)
+    # With times=2 and two ranks, `PlannedCollective.sent` is the payload: each rank sends it once.
+    return PlannedCollective(calls * traces[0].hidden, 2, 2, layout.groups[PIPELINE].stride, calls)
 
 
-def tied_gradients_of(stages: Sequence[StageBlueprint], layout: RankLayout) -> Collective:
+def tied_gradients_of(stages: Sequence[PlannedStage], layout: PlannedLayout) -> PlannedCollective:
     """Return the messages between the first and last pipeline stage: a rank's shard of the gradient
     of a tied embedding."""
     shapes = [shape for stage in stages for shape in trained_of(stage.tied)]
     ranks, stride = layout.groups[PIPELINE]
     payload = sum(shape.sharded(layout.shards) * shape.itemsize for shape in shapes)
-    return Collective(payload, 2, 2, stride * max(1, ranks - 1))
+    return PlannedCollective(payload, 2, 2, stride * max(1, ranks - 1))
 
 
-def elements(stages: Sequence[StageBlueprint], ranks: int) -> int:
+def elements(stages: Sequence[PlannedStage], ranks: int) -> int:
     """Return the number of trained elements on the first of `ranks` FSDP shards."""
     return sum(
         count * sum(shape.sharded(ranks) for shape in trained_of(unit))

@@ -13,21 +13,21 @@ from trainer.recipe.rules import counted
 from trainer.recipe.sections import (
     ZERO_STAGES,
     MuonSection,
-    Optimizer,
+    OptimizerSection,
     ParameterGroup,
     Recipe,
-    Schedule,
-    Strategy,
+    ScheduleSection,
+    StrategySection,
 )
 from trainer.recipe.yaml_tree import RecipeError
 
 __all__ = [
     "Recipe",
-    "Optimizer",
+    "OptimizerSection",
     "ParameterGroup",
     "MuonSection",
-    "Schedule",
-    "Strategy",
+    "ScheduleSection",
+    "StrategySection",
     "ZERO_STAGES",
     "RecipeError",
     "load_recipe",

@@ -25,7 +25,7 @@ ROPE_KEYS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
+class RopeScalingSection:
     """Scaling of the rotary wavelengths for a longer context. Keys apply only to the types of
     scaling that are named."""
 
@@ -118,7 +118,7 @@ class Architecture:
     rope_theta: float = 10000.0
     """Base of the rotary wavelengths."""
 
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScalingSection | None = None
     """Scaling for a longer context."""
 
     tie_word_embeddings: bool = False

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer.recipe.yaml_tree import Key, Origins, Problem, origin_of
+from trainer.recipe.yaml_tree import Key, Origins, RecipeProblem, origin_of
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ def checked(
     tree: dict[str, Any],
     origins: Origins,
     file: str,
-    problems: list[Problem],
+    problems: list[RecipeProblem],
     wrong: set[Key],
 ) -> T | None:
     """Check the keys and types of `tree`, and return the dataclass `kind` built from it.
@@ -55,7 +55,7 @@ def checked(
                     what = _explain(kind, e, path)
                     # Messages of a section's `__post_init__` begin with the key.
                     named = (*path, what.split()[0]) if e["type"] == "value_error" else path
-                    problems.append(Problem(origin_of(named, origins, file), path, what))
+                    problems.append(RecipeProblem(origin_of(named, origins, file), path, what))
                 wrong.add(path)
                 _repair_key(kind, tree, path, e["type"] in _MISSING)
     return None

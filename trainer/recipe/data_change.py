@@ -10,7 +10,7 @@ from pydantic import ConfigDict, ValidationError
 
 from trainer.recipe.checking import adapter
 from trainer.recipe.load import resolved, validate
-from trainer.recipe.sections import Recipe, Source
+from trainer.recipe.sections import Recipe, SourceSection
 from trainer.recipe.value_types import Position
 from trainer.recipe.yaml_tree import RecipeError
 
@@ -19,7 +19,7 @@ REQUEST, CHANGES = "data_change.json", "data_changes.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataChange:
+class RecipeDataChange:
     """A requested stage of the data, which begins at a sequence and lasts until the next stage."""
 
     name: Annotated[str, MaxLen(32)]
@@ -27,31 +27,31 @@ class DataChange:
     begin: Position
     """First sequence of the stage."""
     weights: dict[str, Annotated[float, Gt(0)]] | None = None
-    """See `DataStage.weights`."""
+    """See `DataStageSection.weights`."""
     append: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """See `DataStage.append`."""
-    sources: tuple[Source, ...] = ()
+    """See `DataStageSection.append`."""
+    sources: tuple[SourceSection, ...] = ()
     """Data sets that are not in the recipe yet."""
 
     __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid", "allow_inf_nan": False}
 
 
-def plain(changes: Iterable[DataChange]) -> list[dict[str, Any]]:
+def plain(changes: Iterable[RecipeDataChange]) -> list[dict[str, Any]]:
     """Convert changes to JSON values."""
-    return [adapter(DataChange).dump_python(one, mode="json") for one in changes]
+    return [adapter(RecipeDataChange).dump_python(one, mode="json") for one in changes]
 
 
-def parsed(values: Any) -> list[DataChange]:
+def parsed(values: Any) -> list[RecipeDataChange]:
     """Parse changes from JSON values. Raises ValueError if they are not a list of changes."""
     try:
-        return adapter(list[DataChange]).validate_python(values)
+        return adapter(list[RecipeDataChange]).validate_python(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
         raise ValueError(f"not a valid change of the data: {key}: {first['msg']}") from error
 
 
-def with_changes(recipe: Recipe, changes: Iterable[DataChange], file: str) -> Recipe:
+def with_changes(recipe: Recipe, changes: Iterable[RecipeDataChange], file: str) -> Recipe:
     """Return the recipe with a stage for each change. A change that it already contains has no
     effect. Later changes override earlier ones. `file`: file of the changes, for messages. Raises
     RecipeError, with a line for each wrong key, if the changed stages contradict each other."""
@@ -61,12 +61,12 @@ def with_changes(recipe: Recipe, changes: Iterable[DataChange], file: str) -> Re
     return validate(tree, {}, file)
 
 
-def refuse_taken_names(recipe: Recipe, change: DataChange, directory: str) -> None:
+def refuse_taken_names(recipe: Recipe, change: RecipeDataChange, directory: str) -> None:
     """Raise RecipeError if a change adds a data set under a name that the recipe gives to another
     data set: `with_changes` would use the recipe's data set. `directory`: working directory of the
     run, where its relative paths begin."""
 
-    def place(source: Source) -> str:
+    def place(source: SourceSection) -> str:
         url = "://" in source.path
         return source.path if url else os.path.abspath(os.path.join(directory, source.path))
 
@@ -82,14 +82,14 @@ def refuse_taken_names(recipe: Recipe, change: DataChange, directory: str) -> No
 
 def _insert(data: dict[str, Any], change: dict[str, Any]) -> None:
     """Add one change to the `data` section of a resolved recipe."""
-    known = [Source(**source).called for source in data["sources"]]
+    known = [SourceSection(**source).called for source in data["sources"]]
     stages = data["stages"]
     if not stages:
         weights = [source["weight"] for source in data["sources"]]
         stages.append({"until": None, "weights": dict(zip(known, weights, strict=True))})
         for source in data["sources"]:
             source["weight"] = 1.0
-    new = [one for one in change["sources"] if Source(**one).called not in known]
+    new = [one for one in change["sources"] if SourceSection(**one).called not in known]
     data["sources"] += new
     begin = change["begin"]
     borders = [0, *(stage["until"] for stage in stages[:-1])]

@@ -9,16 +9,16 @@ from trainer.recipe.yaml_tree import RecipeError
 
 _HOMES = {
     "RecipeError": "trainer.recipe.yaml_tree",
-    "ConfigError": "trainer.models.hf",
+    "ModelConfigError": "trainer.models.hf",
     "DataError": "trainer.data.shards",
     "CheckpointError": "checkpointing.errors",
     "LedgerError": "elastic.record.history",
-    "SecretError": "elastic.group.job_secret",
+    "JobSecretError": "elastic.group.job_secret",
     "GenerateError": "trainer.tools.generate",
 }
 
 
-class Refusals:
+class RecipeRefusals:
     """Collects the errors of several checks of the user's input, each inside `with refusals:`, to
     report them together."""
 

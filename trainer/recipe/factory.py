@@ -39,7 +39,7 @@ CIRCUMSTANCES = re.compile(
 """Matches messages of errors that may not occur on another machine or at another time."""
 
 
-class OwnCodeError(RecipeError):
+class RecipeFactoryError(RecipeError):
     """The user's code failed after the first step, and will fail again at every start."""
 
 

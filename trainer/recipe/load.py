@@ -22,8 +22,8 @@ from trainer.recipe.strategies import sharding
 from trainer.recipe.yaml_tree import (
     Key,
     Origins,
-    Problem,
     RecipeError,
+    RecipeProblem,
     listed,
     origin_of,
     read_tree,
@@ -60,7 +60,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, kept: bool =
 
 
 def validate(
-    tree: dict[str, Any], origins: Origins, file: str, problems: Sequence[Problem] = ()
+    tree: dict[str, Any], origins: Origins, file: str, problems: Sequence[RecipeProblem] = ()
 ) -> Recipe:
     """Convert plain values to a recipe. Raises RecipeError as `load_recipe`.
 
@@ -73,7 +73,9 @@ def validate(
     tree = {section: {} if keys is None else keys for section, keys in tree.items()}
     tree, former = renewed(tree)
     all_problems = list(problems)
-    all_problems += [Problem(origin_of(key, origins, file), key, what) for key, what in former]
+    all_problems += [
+        RecipeProblem(origin_of(key, origins, file), key, what) for key, what in former
+    ]
     wrong = {problem.key for problem in all_problems}
     recipe = checked(Recipe, tree, origins, file, all_problems, wrong)
     if recipe:
@@ -83,7 +85,7 @@ def validate(
         for key, what in contradictions(recipe):
             if not names & set(re.findall(r"\w+", f"{key} {what}")):
                 path = tuple(key.split("."))
-                all_problems.append(Problem(origin_of(path, origins, file), path, what))
+                all_problems.append(RecipeProblem(origin_of(path, origins, file), path, what))
     if all_problems or not recipe:
         raise RecipeError(listed(all_problems, origins))
     return recipe

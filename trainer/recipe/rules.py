@@ -9,7 +9,7 @@ from fractions import Fraction
 from trainer.recipe import strategies
 from trainer.recipe.architecture import bundled_families
 from trainer.recipe.factory import PATTERN
-from trainer.recipe.sections import Recipe, Tracking
+from trainer.recipe.sections import Recipe, TrackingSection
 from trainer.recipe.stages import stage_contradictions
 from trainer.recipe.value_types import parse_condition, wrong_paths
 from trainer.recipe.yaml_tree import RecipeError
@@ -274,7 +274,7 @@ def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             )
 
 
-def _tracking_contradictions(tracking: Tracking) -> Iterator[tuple[str, str]]:
+def _tracking_contradictions(tracking: TrackingSection) -> Iterator[tuple[str, str]]:
     for key, names in (("sinks", tracking.sinks), ("hooks", tracking.hooks)):
         for name in names:
             if not PATTERN.fullmatch(name):

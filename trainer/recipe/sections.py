@@ -85,7 +85,7 @@ class RunSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapter:
+class AdapterSection:
     """LoRA (Hu et al. 2021): the weights of `init_from` are frozen, and two small matrices A and B
     beside each of its linear layers are trained. A layer then computes W x + alpha / rank · B A x.
     See docs/fine_tuning.md."""
@@ -117,7 +117,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objective:
+class ObjectiveSection:
     """The loss: cross-entropy of tokens (sft), or a preference for the chosen answer of each pair.
     See docs/fine_tuning.md."""
 
@@ -148,7 +148,7 @@ class Objective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelSection:
     """The model: exactly one of `architecture`, `init_from` and `factory`, which may come with
     `init_from`."""
 
@@ -169,7 +169,7 @@ class Model:
     module of transformers (pip install 'perdure[transformers]'; see docs/extending.md). auto:
     Perdure if it has the family, else transformers."""
 
-    adapter: Adapter | None = None
+    adapter: AdapterSection | None = None
     """Train an adapter over the frozen weights of `init_from`. Checkpoints hold only the adapter,
     as in PEFT. `adapter: {}` is LoRA of rank 16 in all linear layers."""
 
@@ -187,7 +187,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class SourceSection:
     """One prepared data set of the mixture."""
 
     path: str
@@ -208,7 +208,7 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataStage:
+class DataStageSection:
     """A part of the run with its own mixture of sources (see docs/data.md)."""
 
     until: Position | None = None
@@ -226,7 +226,7 @@ class DataStage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataCache:
+class DataCacheSection:
     """Copies of the shards of `sources` in an object store, on a local disk of each node. They are
     made in the background, if all of them fit, and shared by the ranks of the node."""
 
@@ -247,16 +247,16 @@ class DataCache:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class DataSection:
     """The training data and its order: `sources` and `seq_len`, or `factory`."""
 
-    sources: tuple[Source, ...] = ()
+    sources: tuple[SourceSection, ...] = ()
     """Prepared data sets. The order of samples is a function of seed and position."""
 
     seq_len: int = 0
     """Tokens per sequence."""
 
-    stages: tuple[DataStage, ...] = ()
+    stages: tuple[DataStageSection, ...] = ()
     """Mixtures of `sources` that follow each other. A sample is repeated only in the next epoch of
     its source, and none is skipped, wherever a stage ends. Empty: one mixture for the whole run."""
 
@@ -287,7 +287,7 @@ class Data:
     store. The rank's `workers` divide these, and each worker reads four micro-batches before they
     are used."""
 
-    cache: DataCache | None = None
+    cache: DataCacheSection | None = None
     """Copies of whole shards on a local disk, for `sources` in an object store. Default: none."""
 
     workers: Count = 0
@@ -296,7 +296,7 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class BatchSection:
     """Sequences per optimizer step, equal for any number of machines."""
 
     global_batch: Positive
@@ -361,7 +361,7 @@ class MuonSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class OptimizerSection:
     """The update of weights from gradients (see docs/extending.md)."""
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -406,7 +406,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class ScheduleSection:
     """Learning rate over the run: linear warm-up, then a shape."""
 
     name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
@@ -447,7 +447,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy:
+class StrategySection:
     """How the model is distributed over ranks."""
 
     name: Literal["ddp", "fsdp"] = "fsdp"
@@ -518,7 +518,7 @@ class Strategy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
+class PrecisionSection:
     """Number formats. Trained parameters are float32 unless `master` says otherwise; a factory's
     parameters in bf16 or fp16 are converted."""
 
@@ -540,7 +540,7 @@ class Precision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alert:
+class AlertSection:
     """Runs a command or calls a webhook when a condition begins to hold, and again only after the
     condition has ended."""
 
@@ -559,7 +559,7 @@ class Alert:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracking:
+class TrackingSection:
     """Destinations of metrics and events besides the console and metrics.jsonl."""
 
     tensorboard: bool = False
@@ -581,7 +581,7 @@ class Tracking:
     """Functions of your own, each as `package.module:function`, called when a run starts, steps,
     validates, saves, restarts and ends; see docs/extending.md."""
 
-    alerts: tuple[Alert, ...] = ()
+    alerts: tuple[AlertSection, ...] = ()
     """Conditions under which a process beside rank 0 runs a command or calls a webhook; see
     docs/metrics.md."""
 
@@ -609,17 +609,17 @@ class Recipe:
     """All settings of a run, by section."""
 
     run: RunSection
-    model: Model
-    data: Data
-    batch: Batch
-    optimizer: Optimizer
-    objective: Objective = field(default_factory=Objective)
-    schedule: Schedule = Schedule()
-    strategy: Strategy = Strategy()
-    precision: Precision = Precision()
+    model: ModelSection
+    data: DataSection
+    batch: BatchSection
+    optimizer: OptimizerSection
+    objective: ObjectiveSection = field(default_factory=ObjectiveSection)
+    schedule: ScheduleSection = ScheduleSection()
+    strategy: StrategySection = StrategySection()
+    precision: PrecisionSection = PrecisionSection()
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     elastic: ElasticOptions = field(default_factory=ElasticOptions)
-    tracking: Tracking = Tracking()
+    tracking: TrackingSection = TrackingSection()
 
     # Applies to nested sections too. Unknown keys, infinity and NaN are errors; docstrings of
     # fields become descriptions in the schema.

@@ -6,10 +6,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from trainer.recipe.sections import Data, Recipe, Source
+    from trainer.recipe.sections import DataSection, Recipe, SourceSection
 
 
-class StageRow(NamedTuple):
+class RecipeStageRow(NamedTuple):
     """A row of the table: a stage, with data sets by their number in `ordered`. A source consists
     of a first data set, after which it is named, and of the data sets appended to it."""
 
@@ -21,20 +21,20 @@ class StageRow(NamedTuple):
     """Data set that is used from this stage on → first data set of its source."""
 
 
-def ordered(data: "Data") -> "Sequence[Source]":
+def ordered(data: "DataSection") -> "Sequence[SourceSection]":
     """Return the data sets in the order in which stages first name them; within a stage, in recipe
     order. So a stage that is added later does not change the numbers of earlier data sets."""
-    found: dict[str, Source] = {}
+    found: dict[str, SourceSection] = {}
     for stage in data.stages:
         names = {*(stage.weights or ()), *stage.append, *_flat(stage.append.values())}
         found |= {one.called: one for one in data.sources if one.called in names - found.keys()}
     return list(found.values()) if data.stages else data.sources
 
 
-def table(data: "Data") -> list[StageRow]:
+def table(data: "DataSection") -> list[RecipeStageRow]:
     """Return the row of each stage; [] without stages."""
     numbers = {source.called: number for number, source in enumerate(ordered(data))}
-    rows, begin, weights, known = list[StageRow](), 0, dict[str, float](), set[str]()
+    rows, begin, weights, known = list[RecipeStageRow](), 0, dict[str, float](), set[str]()
     for stage in data.stages:
         weights = dict(stage.weights or weights)
         extends = {new: name for name, several in stage.append.items() for new in several}
@@ -42,7 +42,7 @@ def table(data: "Data") -> list[StageRow]:
         joins = dict(zip(named, named, strict=True)) | extends
         known |= joins.keys()
         rows.append(
-            StageRow(
+            RecipeStageRow(
                 begin,
                 {numbers[name]: weight for name, weight in weights.items()},
                 {numbers[name]: numbers[joins[name]] for name in numbers if name in joins},
@@ -84,7 +84,7 @@ def stage_contradictions(recipe: "Recipe") -> Iterator[tuple[str, str]]:
     yield from _names(data, names)
 
 
-def _borders(data: "Data") -> Iterator[tuple[str, str]]:
+def _borders(data: "DataSection") -> Iterator[tuple[str, str]]:
     *others, last = range(len(data.stages))
     for number in others:
         if data.stages[number].until is None:
@@ -102,7 +102,7 @@ def _borders(data: "Data") -> Iterator[tuple[str, str]]:
             )
 
 
-def _names(data: "Data", names: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _names(data: "DataSection", names: Sequence[str]) -> Iterator[tuple[str, str]]:
     weighted = set(_flat(stage.weights or () for stage in data.stages))
     appended = list[str]()
     if data.stages[0].weights is None:

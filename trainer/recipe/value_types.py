@@ -116,7 +116,7 @@ _NUMBER = r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
 
 
 @dataclass(frozen=True)
-class ThresholdAlert:
+class RecipeThresholdAlert:
     """Condition of an alert that holds while the metric `key` is above, or below, a number."""
 
     key: str
@@ -126,27 +126,27 @@ class ThresholdAlert:
 
 
 @dataclass(frozen=True)
-class SilenceAlert:
+class RecipeSilenceAlert:
     """Condition of an alert that holds when there was no record for `seconds` seconds."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
-class FailureAlert:
+class RecipeFailureAlert:
     """Condition of an alert that holds after ranks were restarted because of a failure."""
 
 
-AlertCondition = ThresholdAlert | SilenceAlert | FailureAlert
+AlertCondition = RecipeThresholdAlert | RecipeSilenceAlert | RecipeFailureAlert
 
 
 def parse_condition(text: str) -> AlertCondition | None:
     """Parse the `when` of an alert; None if the text is no condition."""
     text = text.strip()
     if text == "failure":
-        return FailureAlert()
+        return RecipeFailureAlert()
     if matched := re.fullmatch(r"no step for (\d+(?:\.\d+)?) ?(s|min|h)", text):
-        return SilenceAlert(float(matched[1]) * _SECONDS[matched[2]])
+        return RecipeSilenceAlert(float(matched[1]) * _SECONDS[matched[2]])
     if matched := re.fullmatch(rf"([\w@]+) *([<>]) *({_NUMBER})", text, re.ASCII):
-        return ThresholdAlert(matched[1], matched[2] == ">", float(matched[3]))
+        return RecipeThresholdAlert(matched[1], matched[2] == ">", float(matched[3]))
     return None

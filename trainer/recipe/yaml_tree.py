@@ -32,7 +32,7 @@ class RecipeError(Exception):
     message has one line per problem."""
 
 
-class Problem(NamedTuple):
+class RecipeProblem(NamedTuple):
     """A problem in a recipe, to be reported in one line."""
 
     origin: str
@@ -43,12 +43,12 @@ class Problem(NamedTuple):
     """The problem, and what to do."""
 
 
-def listed(problems: Iterable[Problem], origins: Origins) -> str:
+def listed(problems: Iterable[RecipeProblem], origins: Origins) -> str:
     """Return a line for each problem, in the order of the recipe's lines; problems of overrides
     come last."""
     order = list(dict.fromkeys(origins.values()))
 
-    def place(problem: Problem) -> tuple[bool, int]:
+    def place(problem: RecipeProblem) -> tuple[bool, int]:
         line = problem.origin.rpartition(":")[2]
         if problem.origin.startswith("override "):
             return True, order.index(problem.origin) if problem.origin in order else len(order)
@@ -68,7 +68,7 @@ def dotted(key: Key) -> str:
 
 def read_tree(
     path: str | Path, overrides: Sequence[str] = (), what: str = "recipe", *, kept: bool = False
-) -> tuple[dict[str, Any], Origins, list[Problem]]:
+) -> tuple[dict[str, Any], Origins, list[RecipeProblem]]:
     """Read a YAML mapping and apply `key.sub=value` overrides. Return (tree, origin of each key,
     problems: duplicate keys, unset environment variables, overrides that cannot be applied). Raises
     RecipeError if the file cannot be read, or is not valid YAML.
@@ -84,7 +84,7 @@ def read_tree(
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise RecipeError(f"{path}: cannot read the {what}: {reason}") from None
     origins: Origins = {}
-    problems: list[Problem] = []
+    problems: list[RecipeProblem] = []
     try:
         # Nodes rather than values, because nodes have line numbers.
         node = yaml.compose(text, Loader=_Loader)
@@ -144,7 +144,7 @@ class _Reader:
         self,
         origin: Callable[[yaml.Mark], str],
         origins: Origins,
-        problems: list[Problem],
+        problems: list[RecipeProblem],
         *,
         expands: bool = True,
     ) -> None:
@@ -169,7 +169,7 @@ class _Reader:
                 here, place = self._origin(key_node.start_mark), (*path, key)
                 if key in result:
                     what = f"this key occurs twice (first at {self._origins[place]}); keep one"
-                    self._problems.append(Problem(here, place, what))
+                    self._problems.append(RecipeProblem(here, place, what))
                     continue
                 result[key] = self.plain(value_node, place)
                 self._origins[place] = here
@@ -206,47 +206,47 @@ class _Reader:
                 what = (
                     f"environment variable {name} is not set; set it, or write ${{{name}:-default}}"
                 )
-                self._problems.append(Problem(self._origins[path], path, what))
+                self._problems.append(RecipeProblem(self._origins[path], path, what))
                 return match[0]
             return value
 
         return re.sub(r"\$\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\}", replace, text)
 
 
-def apply_override(tree: dict[str, Any], override: str, origins: Origins) -> list[Problem]:
+def apply_override(tree: dict[str, Any], override: str, origins: Origins) -> list[RecipeProblem]:
     """Apply one `key.sub=value` to a tree of plain values; returns the problems."""
     key, equals, text = override.partition("=")
     origin = f"override '{override}'"
     if not equals or not key:
         what = "write overrides as key.sub=value, such as optimizer.lr=3e-4"
-        return [Problem(origin, (), what)]
+        return [RecipeProblem(origin, (), what)]
     parts: Key = tuple(
         # A number of 10 or more digits is no list index, and int() refuses very long ones.
         int(part) if part.isdecimal() and len(part) < 10 else part
         for part in key.split(".")
     )
     if len(parts) > MAX_NESTING:
-        return [Problem(origin, (), f"the key has more than {MAX_NESTING} parts")]
-    problems: list[Problem] = []
+        return [RecipeProblem(origin, (), f"the key has more than {MAX_NESTING} parts")]
+    problems: list[RecipeProblem] = []
     try:
         node = yaml.compose(text, Loader=_Loader)
         value = None if node is None else _Reader(lambda _: origin, {}, problems).plain(node, parts)
     except yaml.YAMLError as error:
-        return [Problem(origin, (), f"the value is not valid YAML: {_problem(error)}")]
+        return [RecipeProblem(origin, (), f"the value is not valid YAML: {_problem(error)}")]
     here: Any = tree
     for depth, part in enumerate(parts[:-1]):
         missing = part not in here if isinstance(here, dict) else not _in_list(here, part)
         if missing and isinstance(here, list):
-            return [Problem(origin, (), f"{dotted(parts[:depth])} has {len(here)} items")]
+            return [RecipeProblem(origin, (), f"{dotted(parts[:depth])} has {len(here)} items")]
         if missing or here[part] is None:
             here[part] = {}
         here = here[part]
         if not isinstance(here, dict | list):
             name = dotted(parts[: depth + 1])
-            return [Problem(origin, (), f"{name} is a single value, it has no keys")]
+            return [RecipeProblem(origin, (), f"{name} is a single value, it has no keys")]
     last = parts[-1]
     if isinstance(here, list) and not _in_list(here, last):
-        return [Problem(origin, (), f"{dotted(parts[:-1])} has {len(here)} items")]
+        return [RecipeProblem(origin, (), f"{dotted(parts[:-1])} has {len(here)} items")]
     here[last] = value
     for depth in range(1, len(parts) + 1):
         # Sections that the override created need an origin too, for messages.

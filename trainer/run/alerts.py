@@ -16,18 +16,18 @@ import yaml
 from elastic.node.files import read_text
 from trainer.recipe.value_types import (
     AlertCondition,
-    FailureAlert,
-    SilenceAlert,
-    ThresholdAlert,
+    RecipeFailureAlert,
+    RecipeSilenceAlert,
+    RecipeThresholdAlert,
     parse_condition,
 )
-from trainer.run.events import LedgerSummary
+from trainer.run.events import RunEventSummary
 
 COMMAND_SECONDS, POST_SECONDS = 30.0, 10.0
 """Seconds after which a command is killed, and a webhook abandoned."""
 
 
-class Alerts:
+class AlertSink:
     """A sink that reports each condition of `tracking.alerts` when it begins to hold. If this
     process is killed, its successor reports the conditions that still hold once more."""
 
@@ -38,7 +38,7 @@ class Alerts:
         self._conditions = [parse_condition(alert["when"]) for alert in self._alerts]
         self._holds = [False] * len(self._alerts)
         self._warned = False
-        self._standing: LedgerSummary | None = LedgerSummary(run_dir)
+        self._standing: RunEventSummary | None = RunEventSummary(run_dir)
         """The ledger, from which the first call of `kept` reads `_failures`; None after that."""
         self._step, self._failures = 0, 0.0
         self._newest, self._heard = 0.0, time.monotonic()
@@ -46,7 +46,7 @@ class Alerts:
     def record(self, step: int, values: Mapping[str, float]) -> None:
         self._step, self._newest, self._heard = step, values["time"], time.monotonic()
         for number, condition in enumerate(self._conditions):
-            if isinstance(condition, SilenceAlert):
+            if isinstance(condition, RecipeSilenceAlert):
                 self._holds[number] = False
             elif (now := self._reason_now(condition, values)) is not None:
                 self._set_state(number, now)
@@ -60,7 +60,7 @@ class Alerts:
             self._standing = None
         silence = time.monotonic() - self._heard
         for number, condition in enumerate(self._conditions):
-            if isinstance(condition, SilenceAlert) and silence > condition.seconds:
+            if isinstance(condition, RecipeSilenceAlert) and silence > condition.seconds:
                 self._set_state(number, f"no step for {silence:.0f} s")
         return max(after, self._newest)
 
@@ -72,10 +72,10 @@ class Alerts:
     ) -> str | None:
         """Return why a condition holds for a record; "" if it does not; None if the record lacks
         the value that the condition compares."""
-        if isinstance(condition, FailureAlert) and "failures" in values:
+        if isinstance(condition, RecipeFailureAlert) and "failures" in values:
             more = values["failures"] - self._failures
             return f"{values['failures']:.0f} failure(s) by now" if more > 0 else ""
-        if isinstance(condition, ThresholdAlert) and condition.key in values:
+        if isinstance(condition, RecipeThresholdAlert) and condition.key in values:
             value = values[condition.key]
             # NaN counts as beyond any limit.
             beyond = value > condition.number if condition.above else value < condition.number

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from elastic.group.batch_plan import BatchPlan
-from elastic.group.shares import SharePlanner
+from elastic.group.shares import BatchSharePlanner
 from trainer.parallel.fsdp import fsdp_units
 from trainer.parallel.mesh import SHARD, Mesh
 from trainer.parallel.passes import mark, seconds_between
@@ -32,7 +32,7 @@ MOST_LISTED = 8
 """Largest number of shares that a message lists one by one."""
 
 
-class SpeedBalance:
+class RunSpeedBalance:
     """Divides each global batch among data-parallel ranks by their measured speed. `plan`: the
     first plan, with equal shares. `ahead`: micro-batches that a loader requests before they are
     used."""
@@ -40,7 +40,7 @@ class SpeedBalance:
     def __init__(self, recipe: Recipe, mesh: Mesh, plan: BatchPlan, ahead: int) -> None:
         lockstep = recipe.gathers_twice or recipe.strategy.reduce_every_pass
         plan = replace(plan, lockstep=lockstep)
-        self._balance = SharePlanner(plan, recipe.micro_batch)
+        self._balance = BatchSharePlanner(plan, recipe.micro_batch)
         self._mesh, self._ahead = mesh, ahead
         self._plans = [(0, plan)]
         """The present and any later plan, each with the first sequence that it divides."""

@@ -17,7 +17,7 @@ from checkpointing import TensorCheckpointer
 from checkpointing.format.tensors import tensors_not_finite
 from elastic import StartLine, World, describe_failure
 from elastic.group.batch_plan import BatchPlan
-from elastic.node.recall import RecallSocket
+from elastic.node.recall import NodeRecallSocket
 from elastic.process import usable_cores
 from elastic.world import limit_waits, read_environment
 from trainer.data.loader import later_stages, requested_ahead
@@ -29,22 +29,22 @@ from trainer.optim.schedule import build_schedule
 from trainer.parallel.mesh import Mesh, build_mesh, placement
 from trainer.parallel.parallel_model import ParallelModel
 from trainer.parallel.parallelize import CAN_RESET, DTYPES, parallelize, rejoin
-from trainer.recipe import Recipe, RecipeError, Strategy, counted, strategies
-from trainer.run.join import JoinedRank
-from trainer.run.metrics import UNWRITTEN, Log, Startup
+from trainer.recipe import Recipe, RecipeError, StrategySection, counted, strategies
+from trainer.run.join import RunRank
+from trainer.run.metrics import UNWRITTEN, RunLog, RunStartup
 from trainer.run.micro_batch import settled
 from trainer.run.preflight import slow_arithmetic, use_of_blocks
 from trainer.run.provenance import changes_of_start, describe_changes, digest_of, show_recipe
-from trainer.run.reference import Reference
+from trainer.run.reference import RunReference
 from trainer.run.saves import load_beginning, restore
 from trainer.run.speed import peak_flops
-from trainer.run.state import ProcessContext, Progress, Run
+from trainer.run.state import Run, RunProcess, RunProgress
 from trainer.run.step import compute_pass
 from trainer.tasks.task import Task, optimizer_options
 from trainer.tasks.text_model import documents_for
 
 if TYPE_CHECKING:
-    from trainer.run.balance import SpeedBalance
+    from trainer.run.balance import RunSpeedBalance
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ TRIED_LENGTH = 64
 class _BuiltModel:
     """A model and its optimizer in the recipe's strategy, before their state is restored."""
 
-    joined: JoinedRank
+    joined: RunRank
     recipe: Recipe
     """The recipe with every value resolved for this world."""
     task: Task
@@ -64,7 +64,7 @@ class _BuiltModel:
     plan: BatchPlan
     model: ParallelModel
     optimizer: torch.optim.Optimizer
-    kept: Progress | None
+    kept: RunProgress | None
     """Progress of a model and an optimizer that this process has kept; None: they are new."""
     checkpointer: TensorCheckpointer
     attention: Sequence[str]
@@ -72,7 +72,7 @@ class _BuiltModel:
 
 
 @contextmanager
-def build(process: ProcessContext, joined: JoinedRank) -> Iterator[_BuiltModel]:
+def build(process: RunProcess, joined: RunRank) -> Iterator[_BuiltModel]:
     """Build model and optimizer, or keep those of this process's last run. On all ranks."""
     task, world, recall = joined.inputs.task, joined.world, process.recall
     last, process.run = process.run, None  # a half-restored model must not be reused
@@ -146,7 +146,7 @@ def with_copied_model(task: Task) -> Task:
 
 
 @contextmanager
-def restore_state(process: ProcessContext, built: _BuiltModel) -> Iterator[Run]:
+def restore_state(process: RunProcess, built: _BuiltModel) -> Iterator[Run]:
     """Restore the newest checkpoint, else begin with `model.init_from` or drawn weights; then begin
     the ledger's lines of this attempt. On all ranks."""
     recipe, task, model, checkpointer = built.recipe, built.task, built.model, built.checkpointer
@@ -155,7 +155,7 @@ def restore_state(process: ProcessContext, built: _BuiltModel) -> Iterator[Run]:
     reference_lines: list[str] = []
     at_beginning = False
     if recipe.objective.referenced:
-        reference = Reference(recipe, task, agreement.init_from)
+        reference = RunReference(recipe, task, agreement.init_from)
         if at_beginning := not reference.find(world, mesh):
             load_beginning(model, recipe, task)
             reference.compute(model, world, mesh, pulse)
@@ -164,7 +164,7 @@ def restore_state(process: ProcessContext, built: _BuiltModel) -> Iterator[Run]:
     wrong: dict[str, int] = {}
     if recipe.elastic.witness:
         # imported only where the recipe uses it
-        from trainer.run.witness import Witness, wrong_attempts
+        from trainer.run.witness import GradientWitness, wrong_attempts
 
         wrong = wrong_attempts(recipe.directory)
     progress, state = restore(
@@ -198,9 +198,9 @@ def restore_state(process: ProcessContext, built: _BuiltModel) -> Iterator[Run]:
     fixed = {name: one for name, one in model.tensors.items() if name not in trained}
     witness = None
     if share := recipe.elastic.witness:
-        witness = Witness(share, mesh.dp_size, progress.step, compute_pass)
+        witness = GradientWitness(share, mesh.dp_size, progress.step, compute_pass)
     with (
-        Log(recipe, start, lines, joined.shipper, silent=not world.is_main) as log,
+        RunLog(recipe, start, lines, joined.shipper, silent=not world.is_main) as log,
         shares_by_speed(recipe, mesh, built.plan, model, task) as balance,
     ):
         process.startup.mark("trackers")
@@ -223,10 +223,10 @@ def restore_state(process: ProcessContext, built: _BuiltModel) -> Iterator[Run]:
 
 def start_line(
     built: _BuiltModel,
-    progress: Progress,
+    progress: RunProgress,
     state: Mapping[str, Any] | None,
     changed: Mapping[str, tuple[Any, Any]],
-    startup: Startup,
+    startup: RunStartup,
 ) -> StartLine:
     """Return the ledger's line about this start. `state`: of the loaded checkpoint, if any."""
     recipe, stream, world = built.recipe, built.task.stream, built.joined.world
@@ -262,16 +262,16 @@ def start_line(
 @contextmanager
 def shares_by_speed(
     recipe: Recipe, mesh: Mesh, plan: BatchPlan, model: ParallelModel, task: Task
-) -> Iterator["SpeedBalance | None"]:
+) -> Iterator["RunSpeedBalance | None"]:
     """Context in which forward passes are timed for `batch.balance: speed`. Yields the object that
     chooses the shares of ranks, or None if all shares are equal, as in `plan`."""
     if recipe.batch.balance == "equal" or mesh.dp_size == 1:
         yield None
         return
-    from trainer.run.balance import SpeedBalance  # imported only where the recipe uses it
+    from trainer.run.balance import RunSpeedBalance  # imported only where the recipe uses it
 
     ahead = requested_ahead(task.stream, recipe.data.workers)
-    balance = SpeedBalance(recipe, mesh, plan, ahead)
+    balance = RunSpeedBalance(recipe, mesh, plan, ahead)
     with balance.timing(model.module):
         yield balance
 
@@ -317,7 +317,9 @@ def check_documents(model: ParallelModel, recipe: Recipe, task: Task, device: to
 
 
 @contextmanager
-def abandon_when_recalled(checkpointer: TensorCheckpointer, recall: RecallSocket) -> Iterator[None]:
+def abandon_when_recalled(
+    checkpointer: TensorCheckpointer, recall: NodeRecallSocket
+) -> Iterator[None]:
     """Context that ends the checkpointer on a recall of this process, without waiting for storage:
     the next attempt begins from the copy in memory."""
     recall.stop = checkpointer.interrupt
@@ -409,7 +411,7 @@ def describe(run: Run) -> str:
     return "\n".join(lines)
 
 
-def idle_share(strategy: Strategy, passes: int, costs: Sequence[float]) -> float:
+def idle_share(strategy: StrategySection, passes: int, costs: Sequence[float]) -> float:
     """Return the share of a step in which the ranks of a pipeline wait. `passes`: micro-batches of
     a step. `costs`: relative cost of each stage."""
     # imported only where the recipe uses it

@@ -23,7 +23,7 @@ from elastic.world import supervised
 from trainer.data.loader import check_weights
 from trainer.data.shards import is_prepared
 from trainer.recipe import Recipe, RecipeError, data_change
-from trainer.recipe.data_change import DataChange
+from trainer.recipe.data_change import RecipeDataChange
 from trainer.recipe.errors import known_errors
 from trainer.recipe.stages import ordered, table
 from trainer.run.provenance import read_changes, trusted_json, write_changes
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 1.0
 
 
-def shared_changes(recipe: Recipe, changes: Sequence[DataChange]) -> Recipe:
+def shared_changes(recipe: Recipe, changes: Sequence[RecipeDataChange]) -> Recipe:
     """Return the recipe with the accepted changes, which rank 0 broadcasts. On all ranks. Raises
     RecipeError if they do not fit the recipe."""
     with failing_alike():
@@ -43,7 +43,7 @@ def shared_changes(recipe: Recipe, changes: Sequence[DataChange]) -> Recipe:
     return data_change.with_changes(recipe, changes, data_change.CHANGES)
 
 
-class DataChanges:
+class RunDataChanges:
     """Answers requests to change the data of a run. Does nothing on ranks other than 0."""
 
     def __init__(self, run: "Run") -> None:
@@ -78,7 +78,7 @@ class DataChanges:
             self._run.pulse.wants_pause = True
             self._next = math.inf
 
-    def _accept(self, change: DataChange) -> bool:
+    def _accept(self, change: RecipeDataChange) -> bool:
         """Save a change for the next start; returns False if it was saved before. Raises
         RecipeError or DataError if nothing would start the run again, or if the change comes too
         late or does not fit the recipe and its data; OSError or StorageError if it cannot be
@@ -108,7 +108,7 @@ class DataChanges:
         return True
 
 
-def _check_data(recipe: Recipe, change: DataChange) -> None:
+def _check_data(recipe: Recipe, change: RecipeDataChange) -> None:
     """Raise RecipeError or DataError for a stage with which no rank could start. `perdure data
     change` has opened the data, which may take longer than other ranks wait in a step."""
     check_weights(table(recipe.data), [source.path for source in ordered(recipe.data)])
@@ -120,7 +120,7 @@ def _check_data(recipe: Recipe, change: DataChange) -> None:
             )
 
 
-def describe(change: DataChange) -> str:
+def describe(change: RecipeDataChange) -> str:
     parts = [f"from sequence {change.begin:,}"]
     if change.weights:
         parts.append(" ".join(f"{name}={weight:g}" for name, weight in change.weights.items()))

@@ -7,20 +7,20 @@ import torch
 import torch.distributed as dist
 
 from elastic import PAUSE_TO_LEAVE, Pulse
-from elastic.node.exchange import AsyncSum, received
+from elastic.node.exchange import WorldSum, received
 from trainer.data.loader import load
 from trainer.data.stream import COUNTED
 from trainer.parallel.passes import COUNT
 from trainer.recipe.strategies import pp
-from trainer.run.speed import SpeedRecorder
+from trainer.run.speed import RunSpeedRecorder
 from trainer.run.state import Run
-from trainer.tasks.task import ValidationSet
+from trainer.tasks.task import TaskValidation
 
 
-class Validator:
+class RunValidator:
     """Decides when a run is validated, and logs the results. On all ranks."""
 
-    def __init__(self, run: Run, speed: SpeedRecorder) -> None:
+    def __init__(self, run: Run, speed: RunSpeedRecorder) -> None:
         self._run, self._speed = run, speed
         self._pending = False
 
@@ -69,7 +69,7 @@ class Validator:
 
 
 @torch.no_grad()
-def evaluate(run: Run, evaluation: ValidationSet, *, heed: bool = True) -> dict[str, float] | None:
+def evaluate(run: Run, evaluation: TaskValidation, *, heed: bool = True) -> dict[str, float] | None:
     """Return the means of the model's scalars over the validation set. With `heed`, stop and return
     None if a node must leave; the ranks agree on that regularly. On all ranks."""
     stream, count = evaluation.stream, evaluation.count
@@ -114,4 +114,4 @@ def evaluate(run: Run, evaluation: ValidationSet, *, heed: bool = True) -> dict[
 
 def pause_request(pulse: Pulse) -> float:
     """Return the sum of `Pulse.pause_request` over all ranks. On all ranks."""
-    return AsyncSum(pulse.pause_request).wait()
+    return WorldSum(pulse.pause_request).wait()

@@ -93,7 +93,7 @@ class End(Event):
     reason: str
 
 
-class EventReader:
+class RunEventReader:
     """Converts the lines of a ledger, in their order, to events."""
 
     def __init__(self) -> None:
@@ -155,11 +155,11 @@ def _number(value: float | str | None) -> float:
     return math.nan if value is None else float(value)
 
 
-class LedgerSummary:
+class RunEventSummary:
     """Summarises the ledger of a run while it grows."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path, self._offset, self._reader = run_dir / LEDGER, 0, EventReader()
+        self._path, self._offset, self._reader = run_dir / LEDGER, 0, RunEventReader()
         self._ahead = deque[Event]()
         """Events that were read, but are later than the time of the last call of `at`."""
         self._began = self._kept = 0.0

@@ -18,22 +18,22 @@ from elastic import (
     EXIT_WRONG_INPUT,
     Pulse,
 )
-from elastic.node.recall import AttemptRecalled, RecallSocket
+from elastic.node.recall import NodeRecall, NodeRecallSocket
 from elastic.process import plain_text
 from elastic.world import is_lost_peer, supervised
 from trainer.recipe.errors import error_text, known_errors
-from trainer.recipe.factory import OwnCodeError
-from trainer.run.guard import DisputeError
-from trainer.run.micro_batch import HalvedError
+from trainer.recipe.factory import RecipeFactoryError
+from trainer.run.guard import GradientDisputeError
+from trainer.run.micro_batch import RunOutOfMemoryError
 
 
-class FailureReport:
+class RunFailureReport:
     """Context manager that reports an exception before the contexts around it are left, because
     these may wait for writes and for other ranks. If `recall` says that this process runs another
     attempt, nothing is reported. `wait`: seconds to wait before printing an error that another rank
     may print as well."""
 
-    def __init__(self, pulse: Pulse, rank: int, recall: RecallSocket, wait: float = 0) -> None:
+    def __init__(self, pulse: Pulse, rank: int, recall: NodeRecallSocket, wait: float = 0) -> None:
         self._pulse, self._rank, self._recall, self._wait = pulse, rank, recall, wait
         self._sent: Exception | None = None
 
@@ -45,7 +45,7 @@ class FailureReport:
     ) -> None:
         if isinstance(error, Exception):
             if self.recalls(error):
-                raise AttemptRecalled from None
+                raise NodeRecall from None
             self.send(error, self._wait)
 
     def recalls(self, error: Exception) -> bool:
@@ -92,13 +92,13 @@ class FailureReport:
 def exit_code(error: Exception) -> int:
     if isinstance(error, SaveFailed):  # not an error in the recipe: a retry may succeed
         return EXIT_FAILED
-    if isinstance(error, DisputeError) and error.outvoted and supervised():
+    if isinstance(error, GradientDisputeError) and error.outvoted and supervised():
         return EXIT_OUTVOTED
-    if isinstance(error, OwnCodeError | DisputeError):
+    if isinstance(error, RecipeFactoryError | GradientDisputeError):
         return EXIT_DO_NOT_REQUEUE
     if isinstance(error, known_errors()):
         return EXIT_WRONG_INPUT
-    if isinstance(error, HalvedError) and supervised():
+    if isinstance(error, RunOutOfMemoryError) and supervised():
         return EXIT_MENDED
     if supervised() and _says_peer_is_lost(error):
         return EXIT_PEER_GONE

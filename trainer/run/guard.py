@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 
-class DisputeError(RuntimeError):
+class GradientDisputeError(RuntimeError):
     """Two ranks computed different gradients of one micro-batch, twice; see witness.py.
     `outvoted`: whether a majority of ranks has shown that this rank computes wrongly."""
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from checkpointing.format.layout import COMMIT_RECORD, DCP_METADATA
 from checkpointing.format.untrusted import MAX_JSON_BYTES
 from checkpointing.ranks import exchange
-from checkpointing.storage.place import Place, local, location
+from checkpointing.storage.place import StoragePlace, local, location
 from checkpointing.storage.steps import hugging_face_tensors, storage_of
 from elastic.node.program import differences, digest
 from trainer.models.transformers_model import check_installed
@@ -106,7 +106,7 @@ def computed_by(identity: Mapping[str, str], device: torch.device) -> dict[str, 
 
 
 @dataclass(frozen=True)
-class Agreement:
+class RunAgreement:
     """What all ranks agreed on at the start of an attempt, after comparing their identities."""
 
     attempt: str
@@ -123,7 +123,7 @@ class Agreement:
 
 def check_agreement(
     recipe: Recipe, identity: Mapping[str, str], device: torch.device, *, changes: bool = False
-) -> Agreement:
+) -> RunAgreement:
     """Compare the identities and machines of all ranks, and agree on a name for the attempt. On all
     ranks; costs one small all-reduce if they are equal. Raises RecipeError if the identities
     differ, or in exact mode the machines. `changes`: whether this rank has read accepted changes of
@@ -140,7 +140,7 @@ def check_agreement(
     attempt = f"{int(word[-1]) & 0xFFFFFFFF:08x}"
     init_from = identity.get("model.init_from", "") if recipe.model.init_from else ""
     if word[0] == -word[2] and word[1] == -word[3]:
-        return Agreement(attempt, init_from, kind, changes=bool(word[4]))
+        return RunAgreement(attempt, init_from, kind, changes=bool(word[4]))
     group = dist.group.WORLD
     assert group
     reports: list[dict[str, dict[str, str]]] = exchange(
@@ -149,7 +149,7 @@ def check_agreement(
     every = [report["identity"] for report in reports]
     _refuse_strangers(every)
     kinds = [report["kind"] for report in reports]
-    return Agreement(attempt, init_from, *_side_by_side(kinds), changes=bool(word[4]))
+    return RunAgreement(attempt, init_from, *_side_by_side(kinds), changes=bool(word[4]))
 
 
 def _side_by_side(kinds: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], str]:
@@ -262,13 +262,13 @@ def _folders(package: str) -> Sequence[Path]:
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]
 
 
-def weights_digest(directory: Place) -> str:
+def weights_digest(directory: StoragePlace) -> str:
     """Return a digest of the weights in a directory or bucket, from samples of them. Raises
     DamagedCheckpoint or StorageError if there are no readable weights."""
     return _digest(_weights(directory))
 
 
-def _weights(directory: Place) -> Iterator[bytes]:
+def _weights(directory: StoragePlace) -> Iterator[bytes]:
     """Yield what distinguishes a checkpoint from others: small files, and samples of weights."""
     storage = storage_of(directory)
     config, metadata = directory / "config.json", directory / DCP_METADATA

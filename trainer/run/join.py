@@ -11,7 +11,7 @@ from functools import cache
 from checkpointing.storage.folders import memory_folders
 from checkpointing.storage.ownership import owner
 from checkpointing.storage.place import ObjectPath
-from elastic.node.occupancy import HeldDirectory, OccupiedError
+from elastic.node.occupancy import NodeDirectoryHold, NodeDirectoryOccupiedError
 from elastic.world import (
     AGENT,
     JOB,
@@ -27,11 +27,11 @@ from trainer.recipe import Recipe, RecipeError, dump_recipe, load_recipe
 from trainer.recipe.strategies import offload
 from trainer.run.compiled import keep_caches_closed
 from trainer.run.data_changes import shared_changes
-from trainer.run.identity import Agreement, check_agreement, identify, of_recipe, with_data
+from trainer.run.identity import RunAgreement, check_agreement, identify, of_recipe, with_data
 from trainer.run.preflight import check_inputs
 from trainer.run.provenance import keep_recipe, read_changes
-from trainer.run.shipping import Shipper
-from trainer.run.state import ProcessContext
+from trainer.run.shipping import RunShipper
+from trainer.run.state import RunProcess
 from trainer.tasks.task import Task, build_task, open_streams
 
 
@@ -39,7 +39,7 @@ from trainer.tasks.task import Task, build_task, open_streams
 def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, str, Task | None, dict[str, str]]:
     """Read a recipe, open the files that it names, and compute its identity. Under an agent, the
     process that ranks are forked from calls this once for all of them. Raises RecipeError,
-    DataError or ConfigError.
+    DataError or ModelConfigError.
 
     Returns:
         The fields of `_RunInputs`. The task is None if model or data is a user's own, which ranks
@@ -67,9 +67,9 @@ class _RunInputs:
     """All that determines a step, see identity.py."""
 
 
-def read_inputs(process: ProcessContext) -> _RunInputs:
+def read_inputs(process: RunProcess) -> _RunInputs:
     """Read and check the recipe and what it names, before anything of the run is written or a GPU
-    is claimed. Raises RecipeError, DataError, ConfigError or CheckpointError, one line per
+    is claimed. Raises RecipeError, DataError, ModelConfigError or CheckpointError, one line per
     problem."""
     recipe, text, prepared_task, identity = prepare(process.arguments)
     keep_caches_closed(recipe.directory, recipe.strategy.compile)
@@ -86,19 +86,19 @@ def read_inputs(process: ProcessContext) -> _RunInputs:
 
 
 @dataclass(frozen=True)
-class JoinedRank:
+class RunRank:
     """A rank in its process group, and what all ranks have agreed on."""
 
     inputs: _RunInputs
     """With the changes of the data that rank 0 has accepted, see data_changes.py."""
     world: World
-    agreement: Agreement
-    shipper: Shipper | None
+    agreement: RunAgreement
+    shipper: RunShipper | None
     """On rank 0 of a run in a bucket; else None."""
 
 
 @contextmanager
-def join(process: ProcessContext, inputs: _RunInputs) -> Iterator[JoinedRank]:
+def join(process: RunProcess, inputs: _RunInputs) -> Iterator[RunRank]:
     """Keep other launches out of the run while entered, join the process group, and agree with the
     other ranks on what is trained. On all ranks. Raises RecipeError or StorageError as `hold` does,
     and RecipeError if some ranks would train something else."""
@@ -131,7 +131,7 @@ def join(process: ProcessContext, inputs: _RunInputs) -> Iterator[JoinedRank]:
             keep_freed_memory()
         if local_rank == 0:
             stack.callback(keep_copies(recipe.data))
-        yield JoinedRank(inputs, world, agreement, shipper)
+        yield RunRank(inputs, world, agreement, shipper)
 
 
 def keep_freed_memory() -> None:
@@ -146,19 +146,19 @@ def keep_freed_memory() -> None:
 
 
 @contextmanager
-def hold(recipe: Recipe) -> Iterator[Shipper | None]:
+def hold(recipe: Recipe) -> Iterator[RunShipper | None]:
     """While entered, keep other launches out of a run, unless this node's agent already does. If
-    the run is in a bucket, also copy its record to this machine, and yield the `Shipper` that
+    the run is in a bucket, also copy its record to this machine, and yield the `RunShipper` that
     writes it back. On rank 0. Raises RecipeError if another launch trains there or the local
     directory cannot be written, StorageError if the bucket cannot be used."""
     occupancy = shipper = None
     try:
         if recipe.in_bucket:
             run = ObjectPath.of(recipe.run.dir)
-            shipper = Shipper(run, recipe.directory, this_job(), this_launcher())
+            shipper = RunShipper(run, recipe.directory, this_job(), this_launcher())
         elif not supervised():
-            occupancy = HeldDirectory(recipe.directory, this_job())
-    except OccupiedError as occupied:
+            occupancy = NodeDirectoryHold(recipe.directory, this_job())
+    except NodeDirectoryOccupiedError as occupied:
         raise RecipeError(str(occupied)) from occupied
     except OSError as error:
         raise RecipeError(

@@ -15,17 +15,17 @@ from tqdm import tqdm
 
 from checkpointing import SaveOutcome
 from checkpointing.format.untrusted import printable
-from checkpointing.storage.ownership import TrustedUsers
+from checkpointing.storage.ownership import TrustedStorageOwners
 from elastic import EXIT_PAUSED, LEDGER, Ledger, StartLine
 from elastic.node.companion import accompany
 from elastic.node.files import open_to_append
 from elastic.process import lost_output
 from elastic.record.ledger import clock
-from elastic.record.lines import LineFile, last_lines, read_record
+from elastic.record.lines import RecordFile, last_lines, read_record
 from elastic.world import supervised
 from trainer.recipe import Recipe
-from trainer.recipe.sections import Tracking
-from trainer.run.shipping import Shipper
+from trainer.recipe.sections import TrackingSection
+from trainer.run.shipping import RunShipper
 from trainer.run.sinks import wandb_mode
 from trainer.run.trackers import METRICS
 
@@ -39,7 +39,7 @@ UNWRITTEN = "unwritten_ledger"
 absent if there are none."""
 
 
-class Startup:
+class RunStartup:
     """Measures the time from launch to the first optimizer step, divided into named parts. With
     `again` the process existed before, and the time starts now."""
 
@@ -69,7 +69,7 @@ def _process_start() -> float:
         return time.time()
 
 
-class Log:
+class RunLog:
     """Writes to the console, to metrics.jsonl, which trackers follow, and to the ledger. A context
     manager.
 
@@ -85,7 +85,7 @@ class Log:
         recipe: Recipe,
         start: StartLine,
         unwritten: Sequence[str] = (),
-        shipper: Shipper | None = None,
+        shipper: RunShipper | None = None,
         *,
         silent: bool,
     ) -> None:
@@ -93,7 +93,7 @@ class Log:
         if silent:
             return
         run_dir = recipe.directory
-        trusted = TrustedUsers(tuple(recipe.checkpoint.trust), run_dir)
+        trusted = TrustedStorageOwners(tuple(recipe.checkpoint.trust), run_dir)
         also = shipper.add if shipper else None
         self._ledger = Ledger(run_dir / LEDGER, start, unwritten, trusted, also)
         records = run_dir / METRICS
@@ -104,7 +104,7 @@ class Log:
         with suppress(OSError):  # a full disk must not prevent a restart
             os.close(open_to_append(records, trusted))
         self._attempt = start.attempt
-        self._records, self._path = LineFile(records, trusted=trusted), records
+        self._records, self._path = RecordFile(records, trusted=trusted), records
         self._mute_reported = False
         """Whether the ledger has a line that says that console output was dropped."""
         # Without a terminal the bar would fill log files with its refreshes.
@@ -171,7 +171,7 @@ class Log:
             self.say(what)
             self._ledger.event("shares", step=step, sequence=begin, shares=[*shares], what=what)
 
-    def started(self, startup: Startup) -> None:
+    def started(self, startup: RunStartup) -> None:
         self.say(str(startup))
         if not self.silent:
             self._ledger.phases(startup.parts)
@@ -359,7 +359,7 @@ def _companions(recipe: Recipe) -> list[list[str]]:
     return [*(["trainer.run.trackers", *words] for words in trackers), *samples]
 
 
-def wandb_note(tracking: Tracking) -> str:
+def wandb_note(tracking: TrackingSection) -> str:
     """Return a note for the user if WANDB_MODE overrides `tracking.wandb`; "" if it does not."""
     if tracking.wandb == "off" or (mode := wandb_mode(tracking.wandb)) == tracking.wandb:
         return ""

@@ -54,14 +54,14 @@ def noted(recipe: Recipe, world: World) -> int | None:
     return _recorded(recipe).get(_kind(world))
 
 
-class HalvedError(MemoryError):
+class RunOutOfMemoryError(MemoryError):
     """Memory ran out in a pass; the next start uses half as many sequences per micro-batch."""
 
 
 @contextmanager
 def halving(run: Run) -> Iterator[None]:
     """Context around a step. If memory runs out in the first step of an attempt, write half the
-    micro-batch to the run directory for the next start, and raise HalvedError."""
+    micro-batch to the run directory for the next start, and raise RunOutOfMemoryError."""
     first = run.first_step
     try:
         yield
@@ -72,7 +72,7 @@ def halving(run: Run) -> Iterator[None]:
             raise
         if not _note(run.written, {**_recorded(run.written), _kind(run.world): number // 2}):
             raise  # without the file, each restart would fail in the same way
-        raise HalvedError(
+        raise RunOutOfMemoryError(
             f"out of memory with {number} sequences in a pass; the next start takes {number // 2} "
             "(batch.micro_batch: auto)"
         ) from error

@@ -45,7 +45,7 @@ _PART = re.compile(LINES + r"/(\d{6,})/(\d{9,})-(\d{9,})")
 _READERS = 8
 
 
-class LineRange(NamedTuple):
+class RunPartRange(NamedTuple):
     """Consecutive lines of a term, see [Note: parts]."""
 
     term: int
@@ -62,19 +62,19 @@ class LineRange(NamedTuple):
     def data(self) -> bytes:
         return "".join(f"{line}\n" for line in self.lines).encode()
 
-    def after(self, number: int) -> "LineRange":
+    def after(self, number: int) -> "RunPartRange":
         skipped = min(max(0, number - self.first), len(self.lines))
-        return LineRange(self.term, self.first + skipped, self.lines[skipped:])
+        return RunPartRange(self.term, self.first + skipped, self.lines[skipped:])
 
     @staticmethod
-    def of(value: object) -> "LineRange | None":
+    def of(value: object) -> "RunPartRange | None":
         """Parse a range in the state of a checkpoint; None if `value` is not one."""
         match value:
             case {"term": int(term), "first": int(first), "lines": list(lines)} if (
                 term > 0 <= first
                 and all(isinstance(line, str) and "\n" not in line for line in lines)
             ):
-                return LineRange(term, first, lines)
+                return RunPartRange(term, first, lines)
         return None
 
 
@@ -107,7 +107,7 @@ def _parsed(names: Iterable[str]) -> list[tuple[int, int, int]]:
     return [(int(one[1]), int(one[2]), int(one[3])) for one in map(_PART.fullmatch, names) if one]
 
 
-class PartsReader:
+class RunPartsReader:
     """Reads the lines of a run's ledger and metrics. A part stays in memory until a larger part
     replaces it."""
 
@@ -183,12 +183,12 @@ def by_file(lines: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
     return ledger, records
 
 
-class BucketRecordCopy:
+class RunRecordCopy:
     """Copies ledger, metrics and small files of a run from a bucket to an existing local directory,
     where it replaces files that differ from the run's."""
 
     def __init__(self, run: ObjectPath, directory: Path) -> None:
-        self._run, self._directory, self._parts = run, directory, PartsReader(run)
+        self._run, self._directory, self._parts = run, directory, RunPartsReader(run)
         self._written: dict[str, tuple[int, bytes]] = {}
         """Name of a file → number of bytes written to it, and their digest."""
         self._brought: dict[str, ObjectStat | None] = {}

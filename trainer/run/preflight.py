@@ -21,9 +21,9 @@ from trainer.parallel.fsdp import without_ties
 from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
 from trainer.parallel.parallelize import check_parallel
 from trainer.recipe import Recipe, RecipeError, counted
-from trainer.recipe.errors import Refusals
+from trainer.recipe.errors import RecipeRefusals
 from trainer.recipe.factory import check_takes
-from trainer.recipe.sections import Optimizer
+from trainer.recipe.sections import OptimizerSection
 from trainer.recipe.strategies import cp, exact, ranks, together
 from trainer.run.provenance import check_resume, read_changes
 from trainer.run.sinks import wandb_mode
@@ -42,7 +42,7 @@ def check_inputs(
 ) -> None:
     """Raise RecipeError, DataError or CheckpointError, with one line per problem, for inputs that
     cannot work on at least `world_size` ranks. Writes nothing."""
-    refusals = Refusals()
+    refusals = RecipeRefusals()
     _check_world(refusals, recipe, task.model, task.blocks, world_size, local_world_size)
     _check_places(refusals, recipe, task, rank)
     with refusals:
@@ -68,14 +68,14 @@ def folders_of(recipe: Recipe) -> dict[str, str]:
 def check_launch(
     recipe: Recipe, world_size: int, local_world_size: int, most: int = 0
 ) -> Sequence[str]:
-    """Raise RecipeError, DataError, ConfigError or CheckpointError, with one line per problem, for
-    a recipe that cannot work, before it is launched. A user's model is tried in a forward pass.
+    """Raise RecipeError, DataError, ModelConfigError or CheckpointError, with one line per problem,
+    for a recipe that cannot work, before it is launched. A user's model is tried in a forward pass.
     `most`: number of ranks to which the world may grow. Returns notes for the user, a line each."""
     from trainer.optim.schedule import build_schedule
 
     if silent := check_folders(folders_of(recipe)):  # later checks would hang on these folders
         raise RecipeError("; ".join(map(str, silent)))
-    refusals, task = Refusals(), None
+    refusals, task = RecipeRefusals(), None
     length: Recipe | None = None if recipe.run.epochs else recipe
     for key, names, given in (
         ("tracking.sinks", recipe.tracking.sinks, "the run directory"),
@@ -142,7 +142,7 @@ def check_optimizer(recipe: Recipe, task: Task, world_size: int) -> None:
 
 
 def _check_world(
-    refusals: Refusals,
+    refusals: RecipeRefusals,
     recipe: Recipe,
     model: nn.Module | None,
     blocks: Sequence[nn.Module],
@@ -176,7 +176,7 @@ def _check_world(
             check_patterns([name for name, _ in model.named_parameters()], optimizer)
 
 
-def _check_places(refusals: Refusals, recipe: Recipe, task: Task | None, rank: int) -> None:
+def _check_places(refusals: RecipeRefusals, recipe: Recipe, task: Task | None, rank: int) -> None:
     """Check that files of the run can be written and read, and that packages are installed."""
     tracking = recipe.tracking
     with refusals:
@@ -223,7 +223,7 @@ def _check_pass(recipe: Recipe, task: Task, world_size: int) -> None:
         )
 
 
-def _check_sharded(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> None:
+def _check_sharded(parameters: Mapping[str, nn.Parameter], options: OptimizerSection) -> None:
     """Check that FSDP can shard the parameters. A user's optimizer is tried on small sharded
     parameters in a fake group of two ranks."""
     if scalar := next((name for name, one in parameters.items() if not one.dim()), None):

@@ -18,13 +18,13 @@ from elastic.node.files import own_directory
 from trainer.parallel.mesh import mesh_shape
 from trainer.plan.storages import Storages, nbytes, storages
 from trainer.recipe.strategies import MODEL_PARALLEL
-from trainer.run.speed import SpeedRecorder
+from trainer.run.speed import RunSpeedRecorder
 from trainer.run.state import Run
-from trainer.run.trace_summary import DIRECTORY, RankProfile, read_trace
+from trainer.run.trace_summary import DIRECTORY, RunRankProfile, read_trace
 
 
 @dataclass(frozen=True)
-class ProfileRecord:
+class RunProfileRecord:
     """Memory and communication of one rank in the profiled steps. Sizes are in bytes, on the rank's
     device unless a field says otherwise."""
 
@@ -55,7 +55,7 @@ class StepProfiler:
     """Context manager that profiles `tracking.profile_steps` steps after the first
     `tracking.profile_after`, and writes the files. On all ranks."""
 
-    def __init__(self, run: Run, speed: SpeedRecorder) -> None:
+    def __init__(self, run: Run, speed: RunSpeedRecorder) -> None:
         tracking = run.recipe.tracking
         self._run, self._speed = run, speed
         self._after = tracking.profile_after
@@ -127,7 +127,7 @@ def torch_profiler(
     )
 
 
-def peak_bytes(device: torch.device, held: int, trace: RankProfile) -> int:
+def peak_bytes(device: torch.device, held: int, trace: RunRankProfile) -> int:
     """Return the largest number of bytes allocated at once in the profiled steps: on a GPU by the
     allocator; on a CPU `held`, the bytes allocated between steps, plus allocations in `trace`."""
     if device.type == "cuda":
@@ -189,14 +189,14 @@ class _TensorSizes:
             return 0
         return nbytes(storages(tensors, torch.device("cpu")))
 
-    def record(self, rank: int, trace: RankProfile) -> ProfileRecord:
+    def record(self, rank: int, trace: RunRankProfile) -> RunProfileRecord:
         between: Storages = {}
         for of_kind in self._held.values():
             between |= of_kind
         if isinstance(self._model.module, DistributedDataParallel):
             # Gradients are views of DDP's buckets, which exist between steps too.
             between |= self._gradients
-        return ProfileRecord(
+        return RunProfileRecord(
             rank=rank,
             steps=len(trace.steps),
             **{kind: nbytes(held) for kind, held in self._held.items()},
@@ -209,7 +209,7 @@ class _TensorSizes:
             sent=self._sent(trace) / len(trace.steps),
         )
 
-    def _sent(self, trace: RankProfile) -> float:
+    def _sent(self, trace: RunRankProfile) -> float:
         # A trace does not say which ranks a collective joins, so it is inferred from shapes:
         # gradients are all-reduced as vectors, activations with more dimensions. Without replicas
         # all all-reduces are of activations. Experts are assumed to get equally many rows.
@@ -222,7 +222,7 @@ class _TensorSizes:
         return trace.exchanged + 2 * (1 - 1 / self._replicas) * gradients + sum(of_kinds)
 
 
-def read_records(run: Path) -> list[ProfileRecord]:
+def read_records(run: Path) -> list[RunProfileRecord]:
     """Return the records of all ranks of a run; [] if no step was profiled."""
     paths = sorted((run / DIRECTORY).glob("rank-?????.json"))
-    return [ProfileRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return [RunProfileRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]

@@ -18,17 +18,17 @@ import torch
 
 from checkpointing.format.untrusted import printable
 from checkpointing.storage.object_storage import store_of
-from checkpointing.storage.ownership import TrustedUsers
+from checkpointing.storage.ownership import TrustedStorageOwners
 from checkpointing.storage.place import ObjectPath
 from elastic.node.files import open_to_read, own_directory, read_text, write_whole
-from elastic.record.history import Attempt, last_start
+from elastic.record.history import RecordedAttempt, last_start
 from elastic.record.ledger import StartLine
 from elastic.world import World
 from trainer.data.loader import later_stages
 from trainer.data.shards import is_prepared
 from trainer.data.stream import Stream
 from trainer.recipe import Recipe, RecipeError, load_recipe, resolved, strategies
-from trainer.recipe.data_change import CHANGES, DataChange, parsed, plain
+from trainer.recipe.data_change import CHANGES, RecipeDataChange, parsed, plain
 from trainer.recipe.factory import with_defaults
 from trainer.recipe.load import renewed, validate
 from trainer.recipe.yaml_tree import read_tree
@@ -236,7 +236,7 @@ def show_recipe(directory: Path, text: str) -> None:
 # --- changes of the data while a run trains, see data_changes.py -----------------------------
 
 
-def read_changes(recipe: Recipe) -> list[DataChange]:
+def read_changes(recipe: Recipe) -> list[RecipeDataChange]:
     """Return the accepted changes of the data of a run; [] if there are none. Raises RecipeError if
     the file of changes cannot be read, StorageError if the run's bucket does not answer."""
     place = _changes_place(recipe)
@@ -250,7 +250,7 @@ def read_changes(recipe: Recipe) -> list[DataChange]:
         raise RecipeError(f"{place}: {error}; restore it, or remove it") from error
 
 
-def write_changes(recipe: Recipe, changes: Sequence[DataChange]) -> None:
+def write_changes(recipe: Recipe, changes: Sequence[RecipeDataChange]) -> None:
     """Keep the accepted changes of the data where every later start finds them: in the run
     directory, or in the run's bucket. Raises OSError or StorageError. On rank 0."""
     place, text = _changes_place(recipe), json.dumps(plain(changes), indent=1)
@@ -270,7 +270,7 @@ def trusted_json(path: Path, recipe: Recipe) -> Any:
     if it belongs to another user or cannot be read, ValueError if it is no JSON."""
     with os.fdopen(open_to_read(path), "rb") as file:
         owner = os.fstat(file.fileno()).st_uid
-        if owner not in TrustedUsers(tuple(recipe.checkpoint.trust), path.parent):
+        if owner not in TrustedStorageOwners(tuple(recipe.checkpoint.trust), path.parent):
             raise PermissionError(f"belongs to uid {owner}, who is not in checkpoint.trust")
         return _json(file.read(MOST_CHANGE_BYTES))
 
@@ -375,16 +375,16 @@ def _short(value: Any) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 1]}…"
 
 
-class AwayError(RecipeError):
+class RunProvenanceError(RecipeError):
     """Recipe or data of an attempt are missing, so nothing proves or refutes its steps."""
 
 
-def kept_recipe(run: Path, attempts: Sequence[Attempt]) -> Recipe:
+def kept_recipe(run: Path, attempts: Sequence[RecordedAttempt]) -> Recipe:
     """Read the recipe that some attempts of a run share. Attempts whose start lines name no recipe
     are older than the folder of recipes, and used recipe.yaml.
 
     Raises:
-        AwayError: the recipe is missing, or this version cannot read it.
+        RunProvenanceError: the recipe is missing, or this version cannot read it.
         RecipeError: the file is not the recipe of the attempts.
     """
     digest = attempts[0].start.recipe
@@ -392,7 +392,7 @@ def kept_recipe(run: Path, attempts: Sequence[Attempt]) -> Recipe:
     try:
         text = read_text(path)
     except OSError as error:
-        raise AwayError(f"{path}: {error.strerror}") from error
+        raise RunProvenanceError(f"{path}: {error.strerror}") from error
     except ValueError:  # the file is not text
         text = ""
     if digest and digest_of(text) != digest:
@@ -400,7 +400,7 @@ def kept_recipe(run: Path, attempts: Sequence[Attempt]) -> Recipe:
     try:
         return load_recipe(path, kept=True)
     except RecipeError as error:
-        raise AwayError(f"{path}: this version cannot read it: {error}") from error
+        raise RunProvenanceError(f"{path}: this version cannot read it: {error}") from error
 
 
 def where_it_lies(recipe: Recipe, directory: str) -> tuple[Recipe, str]:
@@ -424,7 +424,7 @@ def where_it_lies(recipe: Recipe, directory: str) -> tuple[Recipe, str]:
     return replace(recipe, data=data, model=model, run=run), ""
 
 
-def numbers_of(attempts: Sequence[Attempt]) -> str:
+def numbers_of(attempts: Sequence[RecordedAttempt]) -> str:
     """Format the numbers of attempts: "attempt 1, 2"."""
     numbers = ", ".join(str(attempt.number) for attempt in attempts[:8])
     more = f" and {len(attempts) - 8} more" if len(attempts) > 8 else ""

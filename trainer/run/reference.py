@@ -33,7 +33,7 @@ FILE = "reference.safetensors"
 _HEADER_BYTES = 1 << 16
 
 
-class Reference:
+class RunReference:
     """The reference log-probabilities of a run. `init_from`: digest of its initial weights."""
 
     def __init__(self, recipe: Recipe, task: Task, init_from: str) -> None:

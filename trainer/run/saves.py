@@ -21,10 +21,10 @@ from checkpointing.format.tensors import local_tensor
 from checkpointing.ranks import RankGroup
 from elastic import LedgerError, SaveClock, expected_mtbf, read_history, reliability
 from trainer.optim.optimizer import LossScale, parameter_groups
-from trainer.parallel.parallel_model import KEPT, ParallelModel, StateTargets
+from trainer.parallel.parallel_model import KEPT, ParallelModel, ParallelStateTargets
 from trainer.recipe import Recipe
 from trainer.run.provenance import check_resume, run_state
-from trainer.run.state import Progress, Run
+from trainer.run.state import Run, RunProgress
 from trainer.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ LAST_TRIES, AGAIN_SECONDS = 6, 5.0
 """Number of tries of a run's last save if the system reports an error, such as a full disk, and
 seconds between them: after the last step, a failure would lose the result of the training."""
 VALIDATED = ("validation_loss", "validated", "best_loss", "best_step", "passes_since_best")
-"""Fields of `Progress` on validation, which a roll-back restores with the validated weights."""
+"""Fields of `RunProgress` on validation, which a roll-back restores with the validated weights."""
 PORTION = 1 << 28
 """Elements loaded in float32 at a time to be quantised: 1 GiB, divided among ranks by sharding."""
 NONE_WRONG: Mapping[str, int] = {}
@@ -46,12 +46,12 @@ def restore(
     recipe: Recipe,
     task: Task,
     init_from: str,
-    kept: Progress | None = None,
+    kept: RunProgress | None = None,
     *,
     at_beginning: bool = False,
     step: int | None = None,
     wrong: Mapping[str, int] = NONE_WRONG,
-) -> tuple[Progress, dict[str, Any] | None]:
+) -> tuple[RunProgress, dict[str, Any] | None]:
     """Load the newest good checkpoint; without any, the weights in `model.init_from`; without
     these, random weights. Frozen weights of an adapter always come from `model.init_from`. Returns
     the progress, and the state of the checkpoint, or None if none was loaded. On all ranks.
@@ -68,7 +68,7 @@ def restore(
     Raises:
         RecipeError: this recipe cannot continue from the checkpoint.
     """
-    targets = StateTargets(model, optimizer)
+    targets = ParallelStateTargets(model, optimizer)
     state = None
 
     def load(refuse: Callable[[Mapping[str, Any]], None]) -> dict[str, Any] | None:
@@ -104,7 +104,7 @@ def restore(
         load_beginning(model, recipe, task, resumed=state is not None)
     scale = LossScale(recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0)
     if state is None:
-        return Progress(loss_scale=scale, init_from=init_from), None
+        return RunProgress(loss_scale=scale, init_from=init_from), None
     progress = _progress(state)
     # A loss scale saved under another dtype is not used.
     if state["recipe"]["precision"]["dtype"] != recipe.precision.dtype:
@@ -126,7 +126,7 @@ def _refuse_wrong(wrong: Mapping[str, int], saved: Mapping[str, Any]) -> None:
         )
 
 
-def _validation_loss_in_ledger(recipe: Recipe, progress: Progress) -> list[float | None]:
+def _validation_loss_in_ledger(recipe: Recipe, progress: RunProgress) -> list[float | None]:
     """Return, in a list, the validation loss that an earlier attempt computed for the loaded state;
     [] if none did. The state lacks this loss, because it was saved before the pass."""
     try:
@@ -228,15 +228,15 @@ def _in_float32(packed: torch.Tensor) -> torch.Tensor:
     )  # fmt: skip
 
 
-def _progress(state: Mapping[str, Any]) -> Progress:
+def _progress(state: Mapping[str, Any]) -> RunProgress:
     # Defaults for fields that older checkpoints lack.
-    newer: dict[str, Any] = {name: getattr(Progress(), name) for name in VALIDATED}
+    newer: dict[str, Any] = {name: getattr(RunProgress(), name) for name in VALIDATED}
     newer |= {"attempt": "", "init_from": None}
-    known = {key: ({**newer, **state})[key] for key in Progress.__dataclass_fields__}
-    return Progress(**{**known, "loss_scale": LossScale(**state["loss_scale"])})
+    known = {key: ({**newer, **state})[key] for key in RunProgress.__dataclass_fields__}
+    return RunProgress(**{**known, "loss_scale": LossScale(**state["loss_scale"])})
 
 
-class Saves:
+class RunSaves:
     """Decides when a run saves, and logs how saves ended. On all ranks."""
 
     def __init__(self, run: Run) -> None:
@@ -407,7 +407,7 @@ def roll_back(run: Run, *, memory: bool) -> str:
         checkpointer.wait()
         report_saves(run)
     load = checkpointer.reload if memory else checkpointer.load
-    targets = StateTargets(run.model, run.optimizer)
+    targets = ParallelStateTargets(run.model, run.optimizer)
     progress.rollbacks += 1  # before the weights change, for the reason in `train_step`
     with run.pulse.during("load"):
         loaded = load(model=run.model.tensors, optimizer=targets, finite=run.model.trained)

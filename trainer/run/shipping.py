@@ -26,12 +26,12 @@ from checkpointing.errors import CheckpointError, explain
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
 from elastic.node.files import open_to_read, own_directory, read_bytes, read_text, write_whole
-from elastic.record.lines import LineFile
+from elastic.record.lines import RecordFile
 from trainer.run.parts import (
     FILES,
     RECIPES,
-    BucketRecordCopy,
-    LineRange,
+    RunPartRange,
+    RunRecordCopy,
     holds_its_lines,
     part_name,
     parts_of,
@@ -51,11 +51,11 @@ JOURNAL, UP_TO = "journal", "up-to-term"
 """Names in the run's local directory: the folder of journals; a file with the newest term of which
 the directory has all lines."""
 TAIL = "lines_to_store"
-"""Key in the state of a checkpoint for the `LineRange` of lines that were not stored, if any."""
+"""Key in the state of a checkpoint for the `RunPartRange` of lines that were not stored, if any."""
 _JOURNAL = re.compile(r"(\d{6,})-(\d{9,})-([0-9a-f]{16})")
 
 
-class Shipper:
+class RunShipper:
     """Claims a run in a bucket for this attempt as `terms.claim` does, and stores its lines there.
     A context manager. `directory`: the run's local directory; created, or updated from the bucket.
     """
@@ -71,7 +71,7 @@ class Shipper:
         self._lock, self._shipping = threading.Lock(), threading.Lock()
         self._first, self._waiting = 0, list[str]()
         """Number of the first line that is not stored; all lines that are not stored."""
-        self._journal: tuple[Path, LineFile] | None = None
+        self._journal: tuple[Path, RecordFile] | None = None
         self._levels: list[list[tuple[int, int]]] = [[]]
         """Parts in the bucket as (first line, line after the last); index: how often merged."""
         self._damaged = False
@@ -83,7 +83,7 @@ class Shipper:
         try:
             self._store_journals()
             if not self._up_to_date():
-                BucketRecordCopy(run, directory).refresh()
+                RunRecordCopy(run, directory).refresh()
             write_whole(directory / UP_TO, f"{self._term.number} {self._term.token}")
         except BaseException:
             self._term.stop()
@@ -99,7 +99,7 @@ class Shipper:
     ) -> None:
         self._end.set()
         self._wake.set()
-        # AttemptRecalled is no Exception: the process becomes a rank of the next attempt, and must
+        # NodeRecall is no Exception: the process becomes a rank of the next attempt, and must
         # not wait for the thread.
         if kind is None or issubclass(kind, Exception):
             self._thread.join(HURRIED_SECONDS if kind else END_SECONDS)
@@ -128,10 +128,10 @@ class Shipper:
                 self._wake.set()  # store the first line at once: readers wait for it
 
     @property
-    def tail(self) -> LineRange:
+    def tail(self) -> RunPartRange:
         """Lines that are not stored yet."""
         with self._lock:
-            return LineRange(self._term.number, self._first, list(self._waiting))
+            return RunPartRange(self._term.number, self._first, list(self._waiting))
 
     def to_state(self) -> dict[str, Any]:
         """Return `tail` as an entry for the state of a checkpoint; {} if it is empty."""
@@ -145,11 +145,11 @@ class Shipper:
 
     def take(self, state: Mapping[str, Any] | None) -> None:
         """Store the lines in a loaded state, unless they are stored already."""
-        span = LineRange.of(state.get(TAIL)) if state else None
+        span = RunPartRange.of(state.get(TAIL)) if state else None
         if span and span.term < self._term.number and self._store_rest(span):
-            BucketRecordCopy(self._run, self._directory).refresh()
+            RunRecordCopy(self._run, self._directory).refresh()
 
-    def _store_rest(self, span: LineRange) -> bool:
+    def _store_rest(self, span: RunPartRange) -> bool:
         """Store the lines of an earlier term that no part holds; returns whether there were any."""
         rest = span.after(stored_until(self._run, span.term, span.first))
         if rest.lines:
@@ -170,7 +170,7 @@ class Shipper:
             with open(open_to_read(path), encoding="utf-8", errors="replace") as file:
                 lines = file.read().split("\n")[:-1]  # the last element is empty or incomplete
             if holder and holder.token == found[3]:  # else the journal is of a deleted run
-                self._store_rest(LineRange(term, first, lines))
+                self._store_rest(RunPartRange(term, first, lines))
             path.unlink()
 
     def _up_to_date(self) -> bool:
@@ -279,7 +279,7 @@ class Shipper:
             old[1].close()
             old[0].unlink(missing_ok=True)
 
-    def _new_journal(self) -> tuple[Path, LineFile]:
+    def _new_journal(self) -> tuple[Path, RecordFile]:
         name = f"{self._term.number:06}-{self._first:09}-{self._term.token}"
         path = self._directory / JOURNAL / name
-        return path, LineFile(path)
+        return path, RecordFile(path)

@@ -74,7 +74,7 @@ _GROUPS = {
 """Group → prefixes of the names of its metrics."""
 
 
-class TensorBoard:
+class TensorBoardSink:
     """A sink that writes TensorBoard's event files to the run directory: curves in groups, and the
     recipe as text and as a row of the hyperparameter table."""
 
@@ -138,7 +138,7 @@ def _table(recipe: Mapping[str, Any]) -> Any:
     )
 
 
-class WeightsAndBiases:
+class WandbSink:
     """A sink that logs to W&B. A file in the run directory keeps the id of the W&B run, so that
     restarts continue it.
 
@@ -255,7 +255,7 @@ def _end_core() -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-class Prometheus:
+class PrometheusSink:
     """A sink that writes the newest value of each metric to a file for the textfile collector of
     Prometheus's node exporter. A file, unlike a port, needs no protection from other users."""
 

@@ -29,13 +29,13 @@ from trainer.run.step import StepResult
 from trainer.text import terminal_columns
 
 
-class SpeedRecorder:
+class RunSpeedRecorder:
     """Measures the speed of a run per log interval, and records it. On all ranks."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._window, self._stages = _SpeedWindow(), run.mesh.stages
-        self._paces = [StragglerState() for _ in self._stages]
+        self._paces = [RunStragglerState() for _ in self._stages]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -125,7 +125,7 @@ class _SpeedWindow:
         """`left_out`: seconds without training, such as validation, which do not count."""
         self.results: list[StepResult] = []
         self.pipeline: list[tuple[float, float]] = []
-        """`Pipeline.seconds` of each step: (seconds of running, seconds of waiting)."""
+        """`PipelineParallel.seconds` of each step: (seconds of running, seconds of waiting)."""
 
     @property
     def elapsed(self) -> float:
@@ -201,7 +201,7 @@ WEIGHT = 0.5
 
 
 @dataclass(frozen=True)
-class StragglerState:
+class RunStragglerState:
     """State of the comparison of ranks after a log interval; the defaults are the initial state."""
 
     smoothed: tuple[float, ...] = ()
@@ -213,11 +213,11 @@ class StragglerState:
 
 
 def compare_ranks(
-    pace: StragglerState,
+    pace: RunStragglerState,
     seconds: Sequence[float],
     sequences: Sequence[float] | None = None,
     ranks: Sequence[int] | None = None,
-) -> tuple[StragglerState, list[str]]:
+) -> tuple[RunStragglerState, list[str]]:
     """Compare the ranks in one more log interval. A rank is called slow if it takes more than
     SLOWER times the median and is an outlier, in the interval and in the moving average, for
     WINDOWS intervals in a row. If the number of ranks changes, the comparison begins anew. Returns
@@ -229,7 +229,7 @@ def compare_ranks(
         ranks: global ranks of the values, such as the ranks of a pipeline stage; None: 0, 1, ….
     """
     if len(pace.smoothed) != len(seconds):
-        pace = StragglerState(tuple(seconds), (0,) * len(seconds))
+        pace = RunStragglerState(tuple(seconds), (0,) * len(seconds))
     smoothed = tuple(
         WEIGHT * new + (1 - WEIGHT) * old for old, new in zip(pace.smoothed, seconds, strict=True)
     )
@@ -260,7 +260,7 @@ def compare_ranks(
                 "other processes, heat, or lowered clocks on its machine"
             )
     contrary = tuple(0 if rank in changed else count for rank, count in enumerate(contrary))
-    return StragglerState(smoothed, contrary, pace.named ^ changed), sentences
+    return RunStragglerState(smoothed, contrary, pace.named ^ changed), sentences
 
 
 def outliers(seconds: Sequence[float]) -> set[int]:

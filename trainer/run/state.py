@@ -1,5 +1,5 @@
-"""`Run`: what the training loop passes to its functions. `Progress`: the part that steps change.
-`ScalarNames`: names of the scalars that a model returns. Ranks sum these scalars by position, so
+"""`Run`: what the training loop passes to its functions. `RunProgress`: the part that steps change.
+`RunScalarNames`: names of the scalars that a model returns. Ranks sum these scalars by position, so
 all micro-batches must return the same names."""
 
 import math
@@ -13,23 +13,23 @@ import torch.distributed as dist
 from checkpointing import Spare, TensorCheckpointer
 from checkpointing.ranks import exchange
 from elastic import Pulse, StartLine, World
-from elastic.group.batch_plan import BatchPlan, MicroBatch
-from elastic.node.recall import RecallSocket
+from elastic.group.batch_plan import BatchPlan, BatchPlanPass
+from elastic.node.recall import NodeRecallSocket
 from trainer.optim.optimizer import LossScale
 from trainer.optim.schedule import Rate
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.parallel_model import ParallelModel
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.sections import RunSection
-from trainer.run.metrics import Log, Startup
+from trainer.run.metrics import RunLog, RunStartup
 from trainer.tasks.task import Task
 
 if TYPE_CHECKING:
-    from trainer.run.balance import SpeedBalance
-    from trainer.run.witness import Witness
+    from trainer.run.balance import RunSpeedBalance
+    from trainer.run.witness import GradientWitness
 
 
-class ScalarNames:
+class RunScalarNames:
     """Checks that a model returns the same scalars in all micro-batches and on all ranks."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ def _require_same(names: Iterable[Iterable[str]]) -> None:
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """All state of a run besides tensors; part of each checkpoint."""
 
     step: int = 0
@@ -115,16 +115,16 @@ class Progress:
 
 
 @dataclass
-class ProcessContext:
+class RunProcess:
     """What a training process holds during all of its attempts; `startup` is renewed for each."""
 
     arguments: tuple[str, ...]
     """Path of a recipe, and overrides `key.sub=value`."""
     pulse: Pulse
-    recall: RecallSocket
+    recall: NodeRecallSocket
     spare: Spare
     """A checkpoint writer process that has started already."""
-    startup: Startup
+    startup: RunStartup
     """Times of the present attempt's start."""
     run: "Run | None" = None
     """The run of the last attempt; None in a new process, and while the next run is built."""
@@ -146,21 +146,21 @@ class Run:
     model: ParallelModel
     optimizer: torch.optim.Optimizer
     rate: Rate
-    progress: Progress
+    progress: RunProgress
     checkpointer: TensorCheckpointer
     start: StartLine
-    log: Log
+    log: RunLog
     pulse: Pulse
-    recall: RecallSocket
+    recall: NodeRecallSocket
     unchecked: frozenset[str] = frozenset()
     """Names in `model.tensors` of tensors that are not trained, held NaN or infinity at the start,
     and are not checked."""
-    trained: ScalarNames = field(default_factory=ScalarNames)
-    validated: ScalarNames = field(default_factory=ScalarNames)
+    trained: RunScalarNames = field(default_factory=RunScalarNames)
+    validated: RunScalarNames = field(default_factory=RunScalarNames)
     """Names of the scalars that the model returns in training, and in validation."""
-    balance: "SpeedBalance | None" = None
+    balance: "RunSpeedBalance | None" = None
     """Changes shares for `batch.balance: speed`; None: `plan` is always in force."""
-    witness: "Witness | None" = None
+    witness: "GradientWitness | None" = None
     """Compares gradients between ranks; None: the recipe does not ask for it."""
 
     def plan_at(self, sequences: int) -> BatchPlan:
@@ -168,7 +168,7 @@ class Run:
         return self.balance.plan_at(sequences) if self.balance else self.plan
 
     @property
-    def micro_batches(self) -> list[MicroBatch]:
+    def micro_batches(self) -> list[BatchPlanPass]:
         """This rank's micro-batches in the present step."""
         sequences = self.progress.sequences
         return list(self.plan_at(sequences).micro_batches(self.mesh.dp_rank, sequences))

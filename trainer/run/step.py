@@ -13,21 +13,21 @@ from torch.profiler import record_function
 
 from checkpointing.format.tensors import tensors_not_finite
 from checkpointing.format.untrusted import printable
-from elastic.group.batch_plan import MicroBatch
+from elastic.group.batch_plan import BatchPlanPass
 from elastic.node.exchange import gathered, received
 from trainer.data.loader import MASK
 from trainer.data.stream import CONSUMED, COUNTED
 from trainer.optim.exact import snap_loss, square_sums
 from trainer.optim.method import MethodOptimizer, update
 from trainer.optim.optimizer import set_rate, square_sum
-from trainer.parallel.passes import COUNT, ForwardPass, mark, reached, seconds_between
+from trainer.parallel.passes import COUNT, ParallelForwardPass, mark, reached, seconds_between
 from trainer.recipe.seeds import stable_seed
 from trainer.recipe.strategies import exact
 from trainer.run.guard import StepVerdict, judge_step, judge_weights
 from trainer.run.state import Run
 
 if TYPE_CHECKING:
-    from trainer.run.witness import GradientComparison
+    from trainer.run.witness import WitnessComparison
 
 NAME_BYTES = 256
 """Longest tensor name that a rank sends to other ranks, in bytes."""
@@ -37,7 +37,7 @@ NAME_BYTES = 256
 class StepResult:
     """The result of one optimizer step. Equal on all ranks, except for times, which are seconds."""
 
-    gradients: "Gradients"
+    gradients: "StepGradients"
     lr: float
     verdict: StepVerdict
     seconds: float
@@ -54,7 +54,7 @@ class StepResult:
         return "weights" if math.isfinite(self.gradients.norm) else "norm"
 
 
-class Inputs:
+class StepInputs:
     """Fetches the micro-batches of this rank, one step at a time. On a GPU those of the next step
     are fetched while the GPU computes this step. `batches`: all micro-batches of this rank, in
     order. `passes`: number of micro-batches in each step."""
@@ -90,7 +90,7 @@ class Inputs:
             self._ahead = error
 
 
-def train_step(run: Run, source: Inputs) -> StepResult:
+def train_step(run: Run, source: StepInputs) -> StepResult:
     """Run one optimizer step over one global batch, and advance `run.progress`. On all ranks."""
     recipe, plan, pulse = run.recipe, run.plan, run.pulse
     model, optimizer, progress = run.model, run.optimizer, run.progress
@@ -151,7 +151,7 @@ def train_step(run: Run, source: Inputs) -> StepResult:
 
 
 def consumed(
-    inputs: Sequence[dict[str, Any]], micro_batches: Iterable[MicroBatch], witness: int
+    inputs: Sequence[dict[str, Any]], micro_batches: Iterable[BatchPlanPass], witness: int
 ) -> tuple[int, int] | None:
     """Remove the digests of samples from the inputs of a step, and return their sums (samples,
     contents) over real micro-batches, times `Mesh.witness`; None if there are no digests."""
@@ -166,7 +166,7 @@ def consumed(
 
 
 @dataclass(frozen=True)
-class Gradients:
+class StepGradients:
     """Result of forward and backward over one global batch, besides the gradients, which are in the
     model. Equal on all ranks, except for `local_loss` and `compute`."""
 
@@ -195,7 +195,7 @@ class Gradients:
     """This rank's part of the loss."""
     compute: float
     """Mean seconds of this rank's forward passes. Backward passes also wait for other ranks."""
-    dispute: "GradientComparison | None" = None
+    dispute: "WitnessComparison | None" = None
     """Digests of two ranks' gradients of one micro-batch, if they differ; see witness.py."""
 
     @property
@@ -208,8 +208,8 @@ def undisputed_gradients(
     run: Run,
     inputs: Sequence[Mapping[str, torch.Tensor]],
     digest: tuple[int, int] | None,
-    upcoming: Inputs | None = None,
-) -> Gradients:
+    upcoming: StepInputs | None = None,
+) -> StepGradients:
     """Call `gradients` until ranks agree on the gradients of each micro-batch. On all ranks."""
     outcome = gradients(run, inputs, digest, upcoming)
     while run.witness and outcome.dispute:  # `settle` raises once a rank is contradicted twice
@@ -223,8 +223,8 @@ def gradients(
     run: Run,
     inputs: Sequence[Mapping[str, torch.Tensor]],
     digest: tuple[int, int] | None,
-    upcoming: Inputs | None = None,
-) -> Gradients:
+    upcoming: StepInputs | None = None,
+) -> StepGradients:
     """Compute forward and backward over one global batch; leaves the gradients in the model.
     `digest`: result of `consumed`, to be summed over the ranks. `upcoming`: on a GPU, its
     micro-batches of the next step are fetched during this step. On all ranks."""
@@ -302,7 +302,7 @@ def gradients(
     norm = sum(square_parts) ** 0.5 * undivided / progress.loss_scale.value
     compute = sum(seconds_between(*pair) for pair in marks) / len(micro_batches)
     other_means = {name: undivided * value for name, value in zip(names, rest, strict=False)}
-    return Gradients(
+    return StepGradients(
         mean_loss * undivided, other_means, norm, undivided, round(count_sum), saving > 0, pausing,
         int(mute), spoiling > 0, digests, loss_sum, compute, dispute,
     )  # fmt: skip
@@ -328,7 +328,7 @@ class _PassSums:
 
 
 def compute_pass(
-    run: Run, micro_batch: MicroBatch, batch: Mapping[str, Any], forward: ForwardPass
+    run: Run, micro_batch: BatchPlanPass, batch: Mapping[str, Any], forward: ParallelForwardPass
 ) -> _PassSums:
     """Call the model for a micro-batch, whose inputs are `batch`, and set `forward.root`, the loss
     from which backward begins."""
@@ -366,7 +366,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
 
-def rerun(run: Run, first: Gradients, second: Gradients) -> tuple[Gradients, str]:
+def rerun(run: Run, first: StepGradients, second: StepGradients) -> tuple[StepGradients, str]:
     """Compare two computations of one step, the first of which was not finite. Weights and data
     were the same, so a difference is a fault of a machine. Returns the second result, and a
     sentence for the log. On all ranks."""
@@ -406,7 +406,7 @@ def not_finite_anywhere(run: Run) -> str:
     return f"NaN or infinity in {printable(names[ranks[0]])} on rank {', '.join(map(str, ranks))}"
 
 
-def judge(run: Run, outcome: Gradients, note: str) -> StepVerdict:
+def judge(run: Run, outcome: StepGradients, note: str) -> StepVerdict:
     """Decide to keep or skip a step, or to stop; update the counters and the loss scale in
     `run.progress`. On all ranks. `note`: result of `rerun`, for the log."""
     recipe, progress = run.recipe, run.progress

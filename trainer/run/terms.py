@@ -25,7 +25,7 @@ from checkpointing.errors import CheckpointError, StorageError
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.ownership import is_alive, owner
 from checkpointing.storage.place import ObjectPath
-from elastic.node.occupancy import MISSED_BEATS, OccupiedError
+from elastic.node.occupancy import MISSED_BEATS, NodeDirectoryOccupiedError
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _MOST_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class TermHolder:
+class RunTermHolder:
     """The process that claimed a term. Stored as JSON in RUN/terms/<number>."""
 
     job: str
@@ -59,11 +59,11 @@ def newest_term(run: ObjectPath) -> int:
     return max((int(name) for name in names if re.fullmatch(r"\d{6,}", name)), default=0)
 
 
-def holder_of(run: ObjectPath, number: int) -> TermHolder | None:
+def holder_of(run: ObjectPath, number: int) -> RunTermHolder | None:
     """Return the holder of a term; None if it is not claimed, or its object cannot be parsed."""
     try:
         data = store_of(run).read(_place(run, TERMS, number))
-        holder = TermHolder(**json.loads(data[:_MOST_BYTES]))
+        holder = RunTermHolder(**json.loads(data[:_MOST_BYTES]))
     except (FileNotFoundError, ValueError, TypeError):
         return None
     texts = holder.job, holder.owner, holder.launcher, holder.token
@@ -75,7 +75,7 @@ class _Term:
     """A claimed term of this process. A thread writes its heartbeat until `release` or `stop`."""
 
     def __init__(
-        self, run: ObjectPath, number: int, own: TermHolder, before: TermHolder | None
+        self, run: ObjectPath, number: int, own: RunTermHolder, before: RunTermHolder | None
     ) -> None:
         self.number, self.token = number, own.token
         self.before = before
@@ -116,10 +116,10 @@ class _Term:
 
 
 def claim(run: ObjectPath, job: str, launcher: str) -> _Term:
-    """Claim the next term of a run. `job`, `launcher`: see `TermHolder`. Raises OccupiedError if
-    another launch trains this run, StorageError if the store does not answer or ignores conditional
-    writes."""
-    own = TermHolder(job, owner(), launcher, time.time(), secrets.token_hex(8))
+    """Claim the next term of a run. `job`, `launcher`: see `RunTermHolder`. Raises
+    NodeDirectoryOccupiedError if another launch trains this run, StorageError if the store does not
+    answer or ignores conditional writes."""
+    own = RunTermHolder(job, owner(), launcher, time.time(), secrets.token_hex(8))
     known = 0
     while True:
         newest = max(known, newest_term(run))
@@ -139,9 +139,10 @@ def claim(run: ObjectPath, job: str, launcher: str) -> _Term:
 
 
 def _wait_for_the_dead(
-    run: ObjectPath, number: int, holder: TermHolder | None, own: TermHolder
+    run: ObjectPath, number: int, holder: RunTermHolder | None, own: RunTermHolder
 ) -> None:
-    """Return once no other launch trains this run; raise OccupiedError if another does."""
+    """Return once no other launch trains this run; raise NodeDirectoryOccupiedError if another
+    does."""
     if holder and holder.job == own.job:
         return
     alive, beat = holder and is_alive(holder.launcher), _beat(run, number)
@@ -186,14 +187,14 @@ def _beat(run: ObjectPath, number: int) -> bytes:
     return b""
 
 
-def _occupied(run: ObjectPath, holder: TermHolder | None) -> OccupiedError:
-    return OccupiedError(
+def _occupied(run: ObjectPath, holder: RunTermHolder | None) -> NodeDirectoryOccupiedError:
+    return NodeDirectoryOccupiedError(
         f"{run}: {_who(holder) if holder else 'another process'} trains there; end it first, or "
         "give this launch a run.dir of its own"
     )
 
 
-def _who(holder: TermHolder) -> str:
+def _who(holder: RunTermHolder) -> str:
     found = re.fullmatch(r"([\w.-]+)-[0-9a-f]{8}-(\d+)-\d+", holder.owner)
     name = f"process {found[2]} on {found[1]}" if found else "another process"
     since = ""

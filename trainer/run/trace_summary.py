@@ -52,7 +52,7 @@ class _OperatorTime:
 
 
 @dataclass(frozen=True)
-class RankProfile:
+class RunRankProfile:
     """Summary of one rank's trace."""
 
     rank: int
@@ -83,7 +83,7 @@ class RankProfile:
     """Peak bytes of host memory allocated within a step; 0 in a trace without allocations."""
 
 
-def read_trace(path: Path) -> RankProfile:
+def read_trace(path: Path) -> RunRankProfile:
     """Summarise one rank's trace. Raises ValueError if the file is not a trace, or has no step."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         trace = json.load(file)
@@ -126,7 +126,7 @@ def read_trace(path: Path) -> RankProfile:
         phases[phase] = length(mine) / 1e6
         left = subtract(left, mine)
     phases["idle"] = length(left) / 1e6
-    return RankProfile(
+    return RunRankProfile(
         rank=trace.get("distributedInfo", {}).get("rank", 0),
         steps=[length(subtract([step], held)) / 1e6 for step in steps],
         phases=phases,
@@ -288,7 +288,7 @@ def length(spans: Spans) -> float:
 
 
 def summary(
-    profiles: Sequence[RankProfile], title: str, every: int | None = None, top: int = 12
+    profiles: Sequence[RunRankProfile], title: str, every: int | None = None, top: int = 12
 ) -> str:
     """Summarise the profiled steps of a run as a page of Markdown, with the `top` slowest
     operators. `every`: steps between checkpoints in the recipe; None: not known."""

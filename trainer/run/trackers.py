@@ -23,9 +23,9 @@ from elastic.node.files import open_to_read, read_text, write_whole
 from elastic.record.history import in_lineage, lineage_of, read_starts
 from elastic.record.ledger import LEDGER, StartLine
 from elastic.record.lines import read_record
-from trainer.run.alerts import Alerts
-from trainer.run.events import EventReader, LedgerSummary
-from trainer.run.sinks import Prometheus, Sink, TensorBoard, WeightsAndBiases, own_sink
+from trainer.run.alerts import AlertSink
+from trainer.run.events import RunEventReader, RunEventSummary
+from trainer.run.sinks import PrometheusSink, Sink, TensorBoardSink, WandbSink, own_sink
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 LOOK_SECONDS = 0.5
@@ -35,15 +35,15 @@ Tracker = tuple[Iterator[float], Callable[[], None]]
 """An iterator that passes on new records at each `next`, and yields the position; and a function
 that is called at the end, and closes the sink."""
 SINKS: dict[str, Callable[[Path], Sink]] = {
-    "wandb": WeightsAndBiases,
-    "tensorboard": TensorBoard,
-    "prometheus": Prometheus,
-    "alerts": Alerts,
+    "wandb": WandbSink,
+    "tensorboard": TensorBoardSink,
+    "prometheus": PrometheusSink,
+    "alerts": AlertSink,
 }
 NAMES = {"wandb": "W&B", "tensorboard": "TensorBoard"}
 
 
-class MetricsTail:
+class RunMetricsTail:
     """Follows metrics.jsonl: returns the records in the newest attempt's lineage, the steps that
     led to its weights, see [Note: lineage] in elastic/record/history.py. The newest attempt is the
     last started of those that have a record. Also returns records without an attempt, and records
@@ -121,8 +121,8 @@ def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
     """Pass new records to a sink at each `next`; yields the `time` of the last record that would
     survive a kill. `after`: `time` of the last record that the sink has stored."""
     kept, rewind = getattr(sink, "kept", None), getattr(sink, "rewind", None)
-    tail = MetricsTail(run_dir, kept(after) if kept else after)
-    ledger = LedgerSummary(run_dir)
+    tail = RunMetricsTail(run_dir, kept(after) if kept else after)
+    ledger = RunEventSummary(run_dir)
     while True:
         again, records = tail.read()
         if again is not None and rewind:
@@ -143,7 +143,12 @@ def to_hook(name: str, run_dir: Path, after: float) -> Iterator[float]:
     Prints the first error of the hook only; later events are still delivered."""
     from trainer.recipe.factory import import_factory
 
-    hook, reader, reported, offset = import_factory("tracking.hooks", name), EventReader(), False, 0
+    hook, reader, reported, offset = (
+        import_factory("tracking.hooks", name),
+        RunEventReader(),
+        False,
+        0,
+    )
     while True:
         for end, event in reader.read(run_dir / LEDGER, offset):
             offset = end

@@ -7,22 +7,22 @@ from elastic import EXIT_DO_NOT_REQUEUE, EXIT_DONE, EXIT_PAUSED, PAUSE_TO_LEAVE
 from elastic.node.progress import pause_code
 from elastic.world import supervised
 from trainer.data.loader import load, requests
-from trainer.run.data_changes import DataChanges
-from trainer.run.evaluate import Validator, pause_request
-from trainer.run.metrics import Startup
+from trainer.run.data_changes import RunDataChanges
+from trainer.run.evaluate import RunValidator, pause_request
+from trainer.run.metrics import RunStartup
 from trainer.run.micro_batch import halving
 from trainer.run.profile import StepProfiler
 from trainer.run.replicas import check_replicas
-from trainer.run.saves import LAST_TRIES, Saves, finish_saves, pause, roll_back
-from trainer.run.speed import SpeedRecorder
+from trainer.run.saves import LAST_TRIES, RunSaves, finish_saves, pause, roll_back
+from trainer.run.speed import RunSpeedRecorder
 from trainer.run.state import Run
-from trainer.run.step import Inputs, StepResult, train_step
+from trainer.run.step import StepInputs, StepResult, train_step
 from trainer.tasks.own_model import refusing_misfits
 
 
-def train(run: Run, startup: Startup) -> int:
+def train(run: Run, startup: RunStartup) -> int:
     """Train to `run.steps`, or until the ranks agree to pause; returns the exit code. After the
-    first step `run.recall` may raise `AttemptRecalled`; the process then trains on in the next
+    first step `run.recall` may raise `NodeRecall`; the process then trains on in the next
     attempt. On all ranks."""
     recipe, task, progress, pulse = run.recipe, run.task, run.progress, run.pulse
     micro_batches = load(
@@ -32,15 +32,15 @@ def train(run: Run, startup: Startup) -> int:
         pin_memory=run.world.device.type == "cuda",
         account=True,
     )
-    inputs = Inputs(micro_batches, run.passes)
+    inputs = StepInputs(micro_batches, run.passes)
     startup.mark("data")
     if not run.done and (request := pause_request(pulse)):
         return stop_together(run, request, saved=not run.checkpointer.newer_than_storage)
-    speed = SpeedRecorder(run)
-    validation = Validator(run, speed)
+    speed = RunSpeedRecorder(run)
+    validation = RunValidator(run, speed)
     if request := validation.make_up():
         return stop_together(run, request, saved=not run.checkpointer.newer_than_storage)
-    saves, changes = Saves(run), DataChanges(run)
+    saves, changes = RunSaves(run), RunDataChanges(run)
     # A collection over long-lived objects takes 0.15 s. Under an agent, the process that ranks are
     # forked from has frozen them, and the objects of an attempt must be freed after it.
     if not supervised():
@@ -84,7 +84,7 @@ def train(run: Run, startup: Startup) -> int:
         return run.log.end(EXIT_DONE, run.stopped_early or "finished")
 
 
-def first_step_done(run: Run, startup: Startup) -> None:
+def first_step_done(run: Run, startup: RunStartup) -> None:
     """Allow reuse of this process in later attempts, if the recipe does; log the startup times."""
     run.recall.enable()
     startup.mark("first step")

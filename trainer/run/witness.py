@@ -38,7 +38,7 @@ from elastic.world import supervised
 from trainer.data.loader import MASK
 from trainer.parallel.fsdp import gathered_parameters
 from trainer.recipe.seeds import stable_seed
-from trainer.run.guard import DisputeError
+from trainer.run.guard import GradientDisputeError
 from trainer.run.state import Run
 
 EVENT = "witness"
@@ -48,7 +48,7 @@ OPENED = "ranks disagree on the gradient of a micro-batch"
 
 
 @dataclass(frozen=True)
-class DrawnPass:
+class WitnessPass:
     """A pass of a step that every rank also computes as the witness of another rank."""
 
     number: int
@@ -62,7 +62,7 @@ class DrawnPass:
         return 1 if self.distance > 1 else 2
 
 
-def draw_passes(seed: int, step: int, share: float, passes: int, ranks: int) -> list[DrawnPass]:
+def draw_passes(seed: int, step: int, share: float, passes: int, ranks: int) -> list[WitnessPass]:
     """Choose the passes of a step that are computed by witnesses too. `share`: fraction of all
     passes to draw over many steps. `passes`: passes of each rank in a step. `ranks`: at least 2."""
     wanted = share * passes
@@ -72,7 +72,7 @@ def draw_passes(seed: int, step: int, share: float, passes: int, ranks: int) -> 
     order = sorted(range(passes), key=lambda n: stable_seed(seed, "witnessed pass", step, n))
     # Distances vary, so that two machines with the same fault are not always paired.
     return [
-        DrawnPass(number, 1 + stable_seed(seed, "witness of pass", step, number) % (ranks - 1))
+        WitnessPass(number, 1 + stable_seed(seed, "witness of pass", step, number) % (ranks - 1))
         for number in order[:count]
     ]
 
@@ -88,7 +88,7 @@ def digest(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def find_outvoted(
-    draw: DrawnPass, own: Sequence[int], witnessed: Sequence[int], thirds: Sequence[int] | None
+    draw: WitnessPass, own: Sequence[int], witnessed: Sequence[int], thirds: Sequence[int] | None
 ) -> tuple[set[int], set[int]]:
     """Return (ranks that two others contradict, ranks that differ without a majority) for a drawn
     pass. The digests are by rank: for its own micro-batch, for the one that it computed as a
@@ -110,10 +110,10 @@ def find_outvoted(
 
 
 @dataclass
-class GradientComparison:
+class WitnessComparison:
     """Digests that this rank computed for the drawn passes of a step."""
 
-    draws: Sequence[DrawnPass]
+    draws: Sequence[WitnessPass]
     whole: bool
     """Whether all passes of the step are drawn."""
     passes: int
@@ -206,7 +206,7 @@ def unchanged(model: nn.Module, *, buffers: bool) -> Iterator[None]:
             part.load = load
 
 
-class Witness:
+class GradientWitness:
     """Compares gradients between ranks, and counts how often each was contradicted. `share`:
     fraction of the passes to compare. The weights of `step` are assumed to be right.
     `compute_pass`: the function of this name in step.py. On all ranks."""
@@ -229,7 +229,7 @@ class Witness:
         return text
 
     @contextmanager
-    def watch(self, run: Run) -> Iterator[GradientComparison | None]:
+    def watch(self, run: Run) -> Iterator[WitnessComparison | None]:
         """Context around a step's passes. Before they run, compute the drawn micro-batches of other
         ranks, as their witness. While they run, digest the gradients of this rank's own drawn
         passes. Yields None in a step without drawn passes, and in the first step of an attempt. On
@@ -244,7 +244,7 @@ class Witness:
         digests = _GradientDigests(gathered_parameters(run.model.module))
         own = torch.zeros(len(draws), dtype=torch.int64, device=run.world.device)
         rank = run.mesh.dp_rank
-        comparison = GradientComparison(
+        comparison = WitnessComparison(
             draws, len(draws) == passes, run.plan.passes_of(rank), rank, self._ranks,
             own, torch.zeros_like(own), digests,
         )  # fmt: skip
@@ -256,20 +256,20 @@ class Witness:
             yield comparison
 
     def disputed(
-        self, comparison: GradientComparison, step: int, total: int
-    ) -> GradientComparison | None:
+        self, comparison: WitnessComparison, step: int, total: int
+    ) -> WitnessComparison | None:
         """Return `comparison` if ranks disagree, else None. `total`: the sum of
-        `GradientComparison.word` over all ranks."""
+        `WitnessComparison.word` over all ranks."""
         if total & MASK:
             return comparison
         # If only some passes were compared, a fault may have begun after the last of them.
         self._agreed = step if comparison.whole else step - 1
         return None
 
-    def settle(self, run: Run, comparison: GradientComparison) -> None:
+    def settle(self, run: Run, comparison: WitnessComparison) -> None:
         """Find the rank that computed wrongly, and report it. Returns if the step must be computed
-        again. Raises DisputeError on all ranks if twice no majority showed which rank is wrong; see
-        also `_end`. On all ranks."""
+        again. Raises GradientDisputeError on all ranks if twice no majority showed which rank is
+        wrong; see also `_end`. On all ranks."""
         step = run.progress.step + 1
         run.recall.check()  # a recall aborts NCCL's all-reduce, whose result is then meaningless
         # Recorded before the vote: if a rank dies in the vote, the next attempt must know.
@@ -299,10 +299,10 @@ class Witness:
             why = f"step {step}: {differing(undecided, thirds is not None)}"
         if self._undecided > 1:
             run.log.event(step, EVENT, f"{why}; {self._since}", agreed=self._agreed)
-            raise DisputeError(why)
+            raise GradientDisputeError(why)
         run.log.event(step, EVENT, f"{why}; the step is computed again")
 
-    def _decide(self, run: Run, comparison: GradientComparison) -> torch.Tensor:
+    def _decide(self, run: Run, comparison: WitnessComparison) -> torch.Tensor:
         """Return digests (draws,) that this rank computed as the third rank. On all ranks."""
         totals = torch.zeros_like(comparison.own)
         with comparison.digests.attached():
@@ -313,7 +313,7 @@ class Witness:
     def _compute_for(
         self,
         run: Run,
-        comparison: GradientComparison,
+        comparison: WitnessComparison,
         number: int,
         distance: int,
         total: torch.Tensor,
@@ -332,15 +332,15 @@ class Witness:
                 self._compute_pass(run, micro_batch, batch, forward)
 
     def _end(self, run: Run, step: int, named: Sequence[int]) -> None:
-        """Report the ranks `named`, which were contradicted twice. Always raises: DisputeError on
-        these ranks, RuntimeError on all others once these have ended."""
+        """Report the ranks `named`, which were contradicted twice. Always raises:
+        GradientDisputeError on these ranks, RuntimeError on all others once these have ended."""
         what = f"{contradicted(named)} twice, the last time in step {step}"
         leaves = "; its node leaves" if supervised() else ""
         run.log.event(
             step, EVENT, f"{what}{leaves}; {self._since}", ranks=[*named], agreed=self._agreed
         )
         if run.mesh.dp_rank in named:
-            raise DisputeError(what, outvoted=True)
+            raise GradientDisputeError(what, outvoted=True)
         run.pulse.report(step, "reduce")
         end = torch.zeros(1, device=run.world.device)
         dist.all_reduce(end, group=run.mesh.group)  # fails once a rank has ended

@@ -21,7 +21,7 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" k
 
 from checkpointing import Spare
 from elastic import EXIT_PEER_GONE, EXIT_WRONG_INPUT, Pulse, die_with_parent, watch_signals
-from elastic.node.recall import NEXT_GENERATION_SECONDS, AttemptRecalled, RecallSocket
+from elastic.node.recall import NEXT_GENERATION_SECONDS, NodeRecall, NodeRecallSocket
 from elastic.node.zygote import RESERVE
 from elastic.process import set_name
 from elastic.world import World, drop_world, leave_world, read_environment, supervised
@@ -31,10 +31,10 @@ from trainer.parallel.mesh import build_mesh, forget_meshes, is_sharded_by_fsdp
 from trainer.recipe.strategies import ep, exact
 from trainer.run.build import build, model_and_optimizer, restore_state, with_copied_model
 from trainer.run.compiled import keep_caches_closed
-from trainer.run.failures import FailureReport
+from trainer.run.failures import RunFailureReport
 from trainer.run.join import join, prepare, read_inputs
-from trainer.run.metrics import Startup
-from trainer.run.state import ProcessContext
+from trainer.run.metrics import RunStartup
+from trainer.run.state import RunProcess
 from trainer.run.train import train
 from trainer.tasks.own_model import refusing_misfits
 from trainer.text import show_only_visible
@@ -58,18 +58,18 @@ def main(arguments: list[str]) -> NoReturn:
         release_attempt(process)
         process.pulse.forget()
         wait_for_generation(process.recall)
-        process.startup = Startup(again=True)
+        process.startup = RunStartup(again=True)
     leave_world(code)
 
 
-def run_attempt(process: ProcessContext) -> int | None:
+def run_attempt(process: RunProcess) -> int | None:
     """Train with the other ranks of this generation; returns the exit code, or None if this process
     continues with another attempt."""
     rank, local_rank, *_ = read_environment()
     named = f"%(levelname)s rank {rank} %(name)s: %(message)s"
     logging.basicConfig(format=named, force=True)
     torch.set_grad_enabled(True)  # the last attempt may have ended inside no_grad
-    failure_report = FailureReport(process.pulse, rank, process.recall, wait=2 if rank else 0)
+    failure_report = RunFailureReport(process.pulse, rank, process.recall, wait=2 if rank else 0)
     try:
         with process.recall.attempt(), ExitStack() as stack:
             inputs = read_inputs(process)
@@ -82,7 +82,7 @@ def run_attempt(process: ProcessContext) -> int | None:
             # and for other ranks.
             stack.enter_context(failure_report)
             return train(run, process.startup)
-    except AttemptRecalled:
+    except NodeRecall:
         return None
     except Exception as error:
         if failure_report.recalls(error):
@@ -92,12 +92,12 @@ def run_attempt(process: ProcessContext) -> int | None:
         return failure_report.send(error, wait=10 if local_rank else 0)
 
 
-def begin(arguments: tuple[str, ...]) -> ProcessContext:
+def begin(arguments: tuple[str, ...]) -> RunProcess:
     """Set up this process. A reserve process first rehearses, then waits to be made a rank."""
     if read_environment()[2] > 1:
         die_with_parent()
     grow_segments()
-    recall, spare, in_reserve = RecallSocket.from_environment(), Spare(), RESERVE in os.environ
+    recall, spare, in_reserve = NodeRecallSocket.from_environment(), Spare(), RESERVE in os.environ
     if in_reserve:
         spare.start()
         with suppress(Exception):  # an error is reported when it occurs again in the rank
@@ -115,7 +115,7 @@ def begin(arguments: tuple[str, ...]) -> ProcessContext:
         spare.start()
     else:
         spare.end()
-    return ProcessContext(arguments, pulse, recall, spare, Startup(again=in_reserve))
+    return RunProcess(arguments, pulse, recall, spare, RunStartup(again=in_reserve))
 
 
 def rehearse(arguments: tuple[str, ...]) -> None:
@@ -149,7 +149,7 @@ def rehearse(arguments: tuple[str, ...]) -> None:
 
 
 def wait_for_generation(
-    recall: RecallSocket, seconds: float | None = NEXT_GENERATION_SECONDS
+    recall: NodeRecallSocket, seconds: float | None = NEXT_GENERATION_SECONDS
 ) -> None:
     """Wait until this process is a rank of the next generation; end it if none follows within
     `seconds` (None: no limit)."""
@@ -160,7 +160,7 @@ def wait_for_generation(
         forget_meshes()
 
 
-def release_attempt(process: ProcessContext) -> None:
+def release_attempt(process: RunProcess) -> None:
     """Free the process groups and the memory of a finished attempt, except `process.run`."""
     process.recall.abort()
     if torch.cuda.is_initialized():

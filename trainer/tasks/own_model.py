@@ -24,7 +24,7 @@ from trainer.parallel.parallel_model import ParallelModel
 from trainer.parallel.parallelize import DTYPES
 from trainer.parallel.passes import loss_problem, means
 from trainer.recipe import Recipe, RecipeError
-from trainer.recipe.factory import CIRCUMSTANCES, OwnCodeError, failure, is_wrong, place_in
+from trainer.recipe.factory import CIRCUMSTANCES, RecipeFactoryError, failure, is_wrong, place_in
 
 _ELSEWHERE = re.compile(r"fake|meta tensor|NoneType", re.IGNORECASE)
 """Matches errors that fake tensors or missing ranks may cause, rather than the model."""
@@ -349,9 +349,9 @@ def refusing_misfits(
     recipe: Recipe, pulse: Pulse, first: Callable[[], bool]
 ) -> Generator[None, None, None]:
     """Context around steps that converts failures of the user's code. In the first step of a run a
-    failure counts as wrong input, a RecipeError. Later it becomes an OwnCodeError, which ends the
-    run for good, because the step would fail again. `first`: returns whether no step was trained
-    yet, and no attempt has failed."""
+    failure counts as wrong input, a RecipeError. Later it becomes a RecipeFactoryError, which ends
+    the run for good, because the step would fail again. `first`: returns whether no step was
+    trained yet, and no attempt has failed."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -362,7 +362,7 @@ def refusing_misfits(
         if first():
             pulse.report(0, "load")  # so that the agent knows that no step has begun
             raise RecipeError(message) from cause
-        raise OwnCodeError(message) from cause
+        raise RecipeFactoryError(message) from cause
 
 
 def _misfit(recipe: Recipe, error: BaseException, first: bool) -> str | None:

@@ -21,7 +21,7 @@ from trainer.data.stream import Stream
 from trainer.models import Decoder, Family, model_files
 from trainer.models.adapter import adapter_config
 from trainer.models.transformers_model import TextModel, TransformersModel
-from trainer.recipe import Optimizer, ParameterGroup, Recipe, RecipeError
+from trainer.recipe import OptimizerSection, ParameterGroup, Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.factory import call_factory
 from trainer.recipe.stages import ordered, table
@@ -39,7 +39,7 @@ LARGEST_OWN_VOCABULARY = 65_536
 
 
 @dataclass(frozen=True)
-class ValidationSet:
+class TaskValidation:
     """The validation data, and how results are computed from the model's scalars."""
 
     stream: Stream
@@ -61,7 +61,7 @@ class Task:
     """Returns initial weights and persistent buffers, see parallelize.Fill; None for a factory's
     model, which has values already."""
     stream: Stream
-    validation: ValidationSet | None
+    validation: TaskValidation | None
     flops_per_token: float
     """See `Family.flops_per_token`."""
     parameter_count: int
@@ -98,7 +98,7 @@ class Task:
         return f"{self.trained_count:,} parameters trained, {frozen:,} frozen"
 
 
-def optimizer_options(recipe: Recipe, task: Task) -> Optimizer:
+def optimizer_options(recipe: Recipe, task: Task) -> OptimizerSection:
     """Return the recipe's optimizer options, with parameter groups of the model added."""
     return replace(recipe.optimizer, groups=(*recipe.optimizer.groups, *task.groups))
 
@@ -245,7 +245,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
         name, notes = _name(recipe, model), [*of_model, *notes]
     for batch in tried:
         own_model.check_signature(recipe, model, batch)
-    validation = ValidationSet(held_out, held_out.sequences, values) if held_out else None
+    validation = TaskValidation(held_out, held_out.sequences, values) if held_out else None
     if isinstance(stream, SampleStream):
         rows = max(1, len(next(iter(tried[0].values()), ())))
         count = count_of(tried[0], rows, shifted=stream.shifted)
@@ -308,7 +308,7 @@ def _how_to_prepare(recipe: Recipe, directory: str) -> str:
     return shlex.join(words)
 
 
-def open_streams(recipe: Recipe) -> tuple[TokenStream, ValidationSet | None]:
+def open_streams(recipe: Recipe) -> tuple[TokenStream, TaskValidation | None]:
     """Open the training and validation data; without `run.evaluate_every`, the validation set is
     None. Raises RecipeError if data is missing or too small, DataError if it is damaged, and
     StorageError if a store does not answer or gives no access."""
@@ -365,7 +365,7 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, ValidationSet | None]:
         )
     count = min(data.validation_sequences, validation.sequences)
     values = _named_values if recipe.objective.compares else _loss_values
-    return stream, ValidationSet(validation, count, values)
+    return stream, TaskValidation(validation, count, values)
 
 
 def _check_kinds(recipe: Recipe) -> None:

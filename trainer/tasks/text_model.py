@@ -14,7 +14,7 @@ from trainer.models import Decoder, Family, read_config
 from trainer.models.adapter import add_adapters
 from trainer.models.adapter import draw as draw_part
 from trainer.models.family import family_of, find_family
-from trainer.models.hf import NotOursError
+from trainer.models.hf import UnsupportedConfigError
 from trainer.models.transformers_model import (
     TextModel,
     TransformersModel,
@@ -37,8 +37,8 @@ AfterStep = Callable[["ParallelModel", int], None]
 
 def build_text_model(recipe: Recipe) -> "tuple[TextModel, Fill, list[str]]":
     """Build the language model of a recipe on the meta device. Returns the model, a function that
-    returns initial weights, and notes for the user. Raises RecipeError or ConfigError if the model
-    cannot be built."""
+    returns initial weights, and notes for the user. Raises RecipeError or ModelConfigError if the
+    model cannot be built."""
     reason = reason_for_theirs(recipe)
     built = _decoder(recipe) if reason is None else _of_transformers(recipe, reason)
     model, fill, notes = built
@@ -57,7 +57,7 @@ def reason_for_theirs(recipe: Recipe) -> str | None:
         return "model.implementation=transformers"
     try:
         _read_init_config(recipe, None)
-    except NotOursError as error:
+    except UnsupportedConfigError as error:
         return error.reason
     return None
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elastic.node.files import write_whole
-from elastic.record.history import History, read_history
+from elastic.record.history import RecordHistory, read_history
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.data_change import (
     REQUEST,
-    DataChange,
+    RecipeDataChange,
     plain,
     refuse_taken_names,
     with_changes,
 )
-from trainer.recipe.sections import Source
+from trainer.recipe.sections import SourceSection
 
 PATIENCE_SECONDS, PATIENCE_STEPS = 30.0, 3
 """A run has to answer within PATIENCE_SECONDS plus the time of PATIENCE_STEPS steps."""
@@ -46,12 +46,12 @@ def change_data(
     if step <= under_way:
         raise RecipeError(f"--at-step {step}: step {under_way} is under way; choose a later one")
     start = history.attempts[-1].start
-    sources = [Source(path=_absolute(path), name=name or None) for name, path in added]
+    sources = [SourceSection(path=_absolute(path), name=name or None) for name, path in added]
     append: dict[str, tuple[str, ...]] = {}
     for name, path in appended:
-        sources.append(Source(path=_absolute(path)))
+        sources.append(SourceSection(path=_absolute(path)))
         append[name] = (*append.get(name, ()), sources[-1].called)
-    change = DataChange(
+    change = RecipeDataChange(
         name=secrets.token_hex(8),
         begin=history.sequences + (step - history.step) * start.global_batch,
         weights=dict(weights or {}) or None,
@@ -81,7 +81,7 @@ def change_data(
     return _answer(read_history(run), change.name, step)
 
 
-def _check(run: Path, change: DataChange, directory: str) -> None:
+def _check(run: Path, change: RecipeDataChange, directory: str) -> None:
     """Open the changed data as the run will, so that a wrong change fails now, not in the run."""
     from trainer.run.provenance import where_it_lies
     from trainer.tasks.task import open_streams
@@ -97,7 +97,7 @@ def _check(run: Path, change: DataChange, directory: str) -> None:
     open_streams(recipe)
 
 
-def _answer(history: History, name: str, step: int) -> str:
+def _answer(history: RecordHistory, name: str, step: int) -> str:
     for attempt in reversed(history.attempts):
         for event in attempt.events:
             if event.get("request") != name:

@@ -39,7 +39,8 @@ def draft(model: str, data: str, gpus: str, nodes: int, file: str) -> str:
         file: path of the recipe; the run directory gets the same name.
 
     Raises:
-        RecipeError, DataError, ConfigError: a choice is impossible; the message has the remedy.
+        RecipeError, DataError, ModelConfigError: a choice is impossible; the message has the
+        remedy.
     """
     index, template = _index(data), _model(model)
     cpu = gpus == CPU

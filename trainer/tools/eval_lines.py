@@ -9,14 +9,14 @@ from typing import Any, TypeAlias
 
 from checkpointing.errors import DamagedCheckpoint
 from checkpointing.format.layout import parse_step
-from checkpointing.storage.place import ObjectPath, P, Place, local
+from checkpointing.storage.place import ObjectPath, P, StoragePlace, local
 from checkpointing.storage.steps import list_steps, open_step, reading_lock
 from elastic import LEDGER
 from elastic.exits import EXIT_DONE
 from elastic.record.history import last_start
-from elastic.record.lines import LineFile, last_lines, read_line
+from elastic.record.lines import RecordFile, last_lines, read_line
 from trainer.recipe import load_recipe
-from trainer.tools.generate import GenerateError, Sampling, continuations
+from trainer.tools.generate import GenerateError, GenerationSampling, continuations
 from trainer.tools.mirror import local_model
 
 LineSubject: TypeAlias = Mapping[str, Any]
@@ -67,7 +67,7 @@ def add_lines(
         except DamagedCheckpoint:
             yield step, 0
             continue
-        lines = LineFile(out)
+        lines = RecordFile(out)
         for item, more in zip(missing, results, strict=True):
             lines.add(json.dumps({"step": step, **item, **more}, ensure_ascii=False))
         lines.close()
@@ -77,11 +77,11 @@ def add_lines(
 
 
 def samples(
-    sampling: Sampling, device: str, family: str | None = None
-) -> Callable[[Place, Sequence[LineSubject]], Iterator[dict[str, str]]]:
+    sampling: GenerationSampling, device: str, family: str | None = None
+) -> Callable[[StoragePlace, Sequence[LineSubject]], Iterator[dict[str, str]]]:
     """Return `make` of `add_lines` for prompts: it adds `text`, Unix `time` and `checkpoint`."""
 
-    def make(path: Place, wanted: Sequence[LineSubject]) -> Iterator[dict[str, Any]]:
+    def make(path: StoragePlace, wanted: Sequence[LineSubject]) -> Iterator[dict[str, Any]]:
         prompts = [item["prompt"] for item in wanted]
         on_disk = local_model(path) if isinstance(path, ObjectPath) else nullcontext(local(path))
         with on_disk as model:

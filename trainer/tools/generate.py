@@ -14,13 +14,13 @@ from checkpointing.errors import CheckpointError, StorageError, WrongModel
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
 from checkpointing.format.untrusted import printable
 from checkpointing.storage.source import open_source
-from checkpointing.tools.merge import StoredAdapter, open_adapter
+from checkpointing.tools.merge import MergedAdapter, open_adapter
 from elastic.node.files import read_bytes
 from trainer.data.shards import DataError
 from trainer.data.tokenizer import read_tokenizer, start_ids
 from trainer.models import Decoder, Family, read_config
 from trainer.models.family import find_family
-from trainer.models.hf import NotOursError
+from trainer.models.hf import UnsupportedConfigError
 from trainer.models.model_files import CONFIG, GENERATION_CONFIG, stop_ids
 from trainer.models.parameter_names import apart, tie_again, ties_of
 from trainer.models.transformers_model import TextModel, build_theirs
@@ -34,7 +34,7 @@ class GenerateError(ValueError):
 
 
 @dataclass(frozen=True)
-class Sampling:
+class GenerationSampling:
     """How tokens are drawn. `generate` describes the fields. Raises GenerateError if a number is
     out of range."""
 
@@ -56,10 +56,10 @@ def generate(
     checkpoint_dir: str | Path,
     prompt: str,
     *,
-    max_new_tokens: int = Sampling.max_new_tokens,
-    temperature: float = Sampling.temperature,
-    top_k: int | None = Sampling.top_k,
-    seed: int = Sampling.seed,
+    max_new_tokens: int = GenerationSampling.max_new_tokens,
+    temperature: float = GenerationSampling.temperature,
+    top_k: int | None = GenerationSampling.top_k,
+    seed: int = GenerationSampling.seed,
     device: str | torch.device = "cpu",
     family: str | None = None,
 ) -> Iterator[str]:
@@ -81,11 +81,11 @@ def generate(
     Raises:
         GenerateError: no checkpoint, no tokenizer, no such device, an argument out of range, or a
             prompt longer than the model's context.
-        ConfigError: config.json or generation_config.json cannot be used.
+        ModelConfigError: config.json or generation_config.json cannot be used.
         RecipeError: the family does not exist, or transformers is needed and missing.
         CheckpointError: the weights are damaged, or belong to another model.
     """
-    sampling = Sampling(max_new_tokens, temperature, top_k, seed)
+    sampling = GenerationSampling(max_new_tokens, temperature, top_k, seed)
     (pieces,) = continuations(checkpoint_dir, [prompt], sampling, device=device, family=family)
     return pieces
 
@@ -93,7 +93,7 @@ def generate(
 def continuations(
     checkpoint_dir: str | Path,
     prompts: Sequence[str],
-    sampling: Sampling,
+    sampling: GenerationSampling,
     *,
     device: str | torch.device = "cpu",
     family: str | None = None,
@@ -105,7 +105,7 @@ def continuations(
 
 
 @dataclass(frozen=True)
-class OpenedModel:
+class GenerationModel:
     """A model in memory, with its tokenizer."""
 
     directory: Path
@@ -116,7 +116,7 @@ class OpenedModel:
     limit: int
     """The model's context length in tokens."""
 
-    def new_ids(self, prompt_ids: list[int], sampling: Sampling) -> Iterator[int]:
+    def new_ids(self, prompt_ids: list[int], sampling: GenerationSampling) -> Iterator[int]:
         """Yield the token ids that continue a prompt, up to an end-of-text token."""
         device = next(self.model.parameters()).device
         # on the CPU, so that all devices draw the same tokens
@@ -141,7 +141,7 @@ class OpenedModel:
 
 def open_model(
     checkpoint_dir: str | Path, *, device: str | torch.device = "cpu", family: str | None = None
-) -> OpenedModel:
+) -> GenerationModel:
     """Load the model of a directory, with its adapter merged; arguments and errors as for
     `generate`."""
     device = torch.device(device)
@@ -160,10 +160,12 @@ def open_model(
     if base is not directory:
         with open_source(directory) as source, open_adapter(source) as adapter:
             _merge(model, adapter)
-    return OpenedModel(directory, model, tokenizer, eos_ids, model.most_positions or sys.maxsize)
+    return GenerationModel(
+        directory, model, tokenizer, eos_ids, model.most_positions or sys.maxsize
+    )
 
 
-def _encode(prompt: str, opened: OpenedModel) -> list[int]:
+def _encode(prompt: str, opened: GenerationModel) -> list[int]:
     """Tokenize a prompt as `perdure data prepare` tokenizes the beginning of a document."""
     tokenizer, where, limit = opened.tokenizer, opened.directory, opened.limit
     prompt_ids = [*start_ids(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False).ids]
@@ -180,10 +182,11 @@ def _encode(prompt: str, opened: OpenedModel) -> list[int]:
 
 def empty_model(directory: Path, family: Family | None = None) -> TextModel:
     """Build the model of a checkpoint directory on the meta device: with Perdure's code for its
-    family, else with that of transformers. Raises ConfigError or RecipeError if neither exists."""
+    family, else with that of transformers. Raises ModelConfigError or RecipeError if neither
+    exists."""
     try:
         architecture = read_config(directory, family)
-    except NotOursError as error:
+    except UnsupportedConfigError as error:
         if family:
             raise
         return build_theirs(directory, error.reason, repeated_blocks)
@@ -238,7 +241,7 @@ def base_of(directory: Path, given: Path | None = None) -> Path:
 
 
 @torch.no_grad()
-def _merge(model: TextModel, adapter: StoredAdapter) -> None:
+def _merge(model: TextModel, adapter: MergedAdapter) -> None:
     """Merge an adapter into the weights of a model, in place, in float32."""
     named = dict(model.named_parameters())
     for name in (*adapter.pairs, *adapter.whole):

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainer.data.prepare.template import special_variables
 from trainer.tools.eval_lines import LineSubject
-from trainer.tools.generate import GenerateError, OpenedModel, Sampling, open_model
+from trainer.tools.generate import GenerateError, GenerationModel, GenerationSampling, open_model
 
 ROWS = 8  # texts per forward pass
 RESAMPLED = 1000  # draws for the standard error of a metric without a formula for it
@@ -68,7 +68,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 class _HarnessModel(LM):
-    def __init__(self, opened: OpenedModel) -> None:
+    def __init__(self, opened: GenerationModel) -> None:
         super().__init__()
         self._opened = opened
         begin = special_variables(opened.directory).get("bos_token")
@@ -137,7 +137,9 @@ class _HarnessModel(LM):
         stops = options.get("until") or []
         stops = [stops] if isinstance(stops, str) else [stop for stop in stops if stop]
         temperature = float(options.get("temperature", 0)) if options.get("do_sample") else 0.0
-        sampling = Sampling(int(options.get("max_gen_toks", USUAL_NEW_TOKENS)), temperature)
+        sampling = GenerationSampling(
+            int(options.get("max_gen_toks", USUAL_NEW_TOKENS)), temperature
+        )
         room = max(1, self._opened.limit - sampling.max_new_tokens)
         # keeps the end of a long context, and leaves room for the answer
         ids = self._encode(context)[-room:] or [self._prefix]

@@ -14,14 +14,14 @@ from pathlib import Path
 from checkpointing.errors import CheckpointError, explain
 from checkpointing.format.layout import BLOCK_BYTES, OPTIMIZER, TRAINER_STATE
 from checkpointing.format.untrusted import is_plain
-from checkpointing.storage.folders import LockedFolder, hold
+from checkpointing.storage.folders import LockedStorageFolder, hold
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
 from checkpointing.storage.steps import StoredFileReader, open_step, storage_of
 from checkpointing.tools.inspect import StepChoice, find_checkpoint
 from elastic.record.history import LedgerError
 from trainer.recipe import RecipeError
-from trainer.run.parts import BucketRecordCopy
+from trainer.run.parts import RunRecordCopy
 from trainer.run.terms import TERMS
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ FOLLOW_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class LocalRun:
+class MirroredRun:
     """A run, and the local directory from which it is read."""
 
     run: Path | ObjectPath
@@ -45,7 +45,7 @@ class LocalRun:
 @contextmanager
 def local_runs(
     runs: Sequence[Path | ObjectPath], *, follow: bool = False
-) -> Iterator[list[LocalRun]]:
+) -> Iterator[list[MirroredRun]]:
     """Yield a local directory for each run: the run itself, or a copy if it is in a bucket. With
     `follow`, copies are kept up to date, and runs may start later.
 
@@ -54,16 +54,16 @@ def local_runs(
         CheckpointError: a bucket's store does not answer.
     """
     with ExitStack() as stack:
-        found: list[LocalRun] = []
-        copies: list[BucketRecordCopy] = []
+        found: list[MirroredRun] = []
+        copies: list[RunRecordCopy] = []
         for run in runs:
             if isinstance(run, Path):
-                found.append(LocalRun(run, run))
+                found.append(MirroredRun(run, run))
                 continue
             directory = stack.enter_context(scratch_folder()) / run.name
             directory.mkdir()
-            found.append(LocalRun(run, directory))
-            copies.append(BucketRecordCopy(run, directory))
+            found.append(MirroredRun(run, directory))
+            copies.append(RunRecordCopy(run, directory))
             if not copies[-1].refresh() and not follow:
                 raise LedgerError(f"{run}: no attempt has started; use the folder of a started run")
         if follow and copies:
@@ -72,7 +72,7 @@ def local_runs(
 
 
 @contextmanager
-def _following(copies: Sequence[BucketRecordCopy]) -> Iterator[None]:
+def _following(copies: Sequence[RunRecordCopy]) -> Iterator[None]:
     end = threading.Event()
 
     def follow() -> None:
@@ -106,7 +106,7 @@ def local_folder(folder: ObjectPath) -> Iterator[Path]:
         for run in store_of(folder).children(folder):
             if is_plain(run.name) and store_of(run).children(run / TERMS):
                 (top / run.name).mkdir()
-                BucketRecordCopy(run, top / run.name).refresh()
+                RunRecordCopy(run, top / run.name).refresh()
         yield top
 
 
@@ -155,7 +155,7 @@ def scratch_folder() -> Iterator[Path]:
         _delete(path, lock)
 
 
-def _locked_folder() -> tuple[Path, LockedFolder | None]:
+def _locked_folder() -> tuple[Path, LockedStorageFolder | None]:
     """Create a folder, with a lock that shows other commands that the folder is in use. The lock is
     None where files cannot be locked; no command then deletes a folder of another."""
     for _ in range(TRIES):
@@ -165,7 +165,7 @@ def _locked_folder() -> tuple[Path, LockedFolder | None]:
     return path, lock
 
 
-def _delete(path: Path, lock: LockedFolder | None) -> None:
+def _delete(path: Path, lock: LockedStorageFolder | None) -> None:
     shutil.rmtree(path, ignore_errors=True)
     if lock:
         lock.close()

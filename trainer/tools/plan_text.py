@@ -11,8 +11,8 @@ from typing import Any
 from trainer.parallel.mesh import placement
 from trainer.plan import costs
 from trainer.plan.prediction import HOW
-from trainer.plan.search import ROOM, Candidate, Plan
-from trainer.recipe import Strategy
+from trainer.plan.search import ROOM, Plan, PlanCandidate
+from trainer.recipe import StrategySection
 from trainer.recipe.strategies import sizes
 from trainer.text import table
 
@@ -66,10 +66,10 @@ def plan_text(
     return "\n\n".join(parts)
 
 
-def _merged(candidates: Sequence[Candidate]) -> list[tuple[list[str], Candidate]]:
+def _merged(candidates: Sequence[PlanCandidate]) -> list[tuple[list[str], PlanCandidate]]:
     """Group candidates with equal figures, which are frequent on one GPU: (labels, candidate)
     pairs."""
-    groups: list[tuple[list[str], Candidate]] = []
+    groups: list[tuple[list[str], PlanCandidate]] = []
     for candidate in candidates:
         label = candidate.label.replace(", ", " +").removesuffix(" offload")  # ZeRO-3 +CPU
         for labels, first in groups:
@@ -81,7 +81,7 @@ def _merged(candidates: Sequence[Candidate]) -> list[tuple[list[str], Candidate]
     return groups
 
 
-def _figures(candidate: Candidate) -> tuple[object, ...]:
+def _figures(candidate: PlanCandidate) -> tuple[object, ...]:
     strategy = candidate.recipe.strategy
     return strategy.activation_checkpointing, strategy.reduce_every_pass, candidate.prediction
 
@@ -114,7 +114,7 @@ def _machine(plan: Plan) -> str:
     return ranks if machine.nodes == 1 else f"{machine.nodes} nodes of {ranks}"
 
 
-def _name(labels: Sequence[str], candidate: Candidate) -> dict[str, str]:
+def _name(labels: Sequence[str], candidate: PlanCandidate) -> dict[str, str]:
     p, strategy = candidate.prediction, candidate.recipe.strategy
     between = " … " if len(labels) > 2 else ", "
     return {
@@ -126,7 +126,7 @@ def _name(labels: Sequence[str], candidate: Candidate) -> dict[str, str]:
 
 
 def _what_it_takes(
-    labels: Sequence[str], candidate: Candidate, plan: Plan, price: float | None
+    labels: Sequence[str], candidate: PlanCandidate, plan: Plan, price: float | None
 ) -> dict[str, str]:
     p = candidate.prediction
     free, fits = candidate.free(plan.machine), candidate.lacking(plan.machine)
@@ -147,7 +147,7 @@ def _what_it_takes(
     }
 
 
-def _where_it_goes(labels: Sequence[str], candidate: Candidate, plan: Plan) -> dict[str, str]:
+def _where_it_goes(labels: Sequence[str], candidate: PlanCandidate, plan: Plan) -> dict[str, str]:
     p, hidden = candidate.prediction, "-"
     if moving := (p.communication_seconds or 0.0) + (p.transfer_seconds or 0.0):
         hidden = f"{max(0.0, 1 - (p.exposed_seconds or 0.0) / moving):.0%}"
@@ -164,7 +164,7 @@ def _where_it_goes(labels: Sequence[str], candidate: Candidate, plan: Plan) -> d
     }
 
 
-def _run_costs(candidate: Candidate, plan: Plan, price: float | None) -> dict[str, float]:
+def _run_costs(candidate: PlanCandidate, plan: Plan, price: float | None) -> dict[str, float]:
     """Hours and GPU hours of a whole run without interruptions, and its cost if there is a price;
     {} if the recipe has only a number of epochs."""
     if not plan.recipe.run.steps:
@@ -222,7 +222,7 @@ def _advice(plan: Plan, command: str, price: float | None) -> str:
     )
 
 
-def _whole_run(plan: Plan, best: Candidate, price: float | None) -> str:
+def _whole_run(plan: Plan, best: PlanCandidate, price: float | None) -> str:
     bill = _run_costs(best, plan, price)
     if not bill:
         return _fill(f"{plan.recipe.run.length}: hours are unknown, as the data are not here.")
@@ -247,7 +247,7 @@ def _remarks(plan: Plan) -> list[str]:
     return []
 
 
-def _placements(plan: Plan, best: Candidate) -> list[str]:
+def _placements(plan: Plan, best: PlanCandidate) -> list[str]:
     """Describe which ranks share a node and what crosses nodes, for the recipe as written and for
     the best candidate."""
     lines, machine = [], plan.machine
@@ -259,7 +259,7 @@ def _placements(plan: Plan, best: Candidate) -> list[str]:
     return lines
 
 
-def _pipeline(candidate: Candidate) -> list[str]:
+def _pipeline(candidate: PlanCandidate) -> list[str]:
     p = candidate.prediction
     if not p.bubble_formula:  # no pipeline
         return []
@@ -269,7 +269,7 @@ def _pipeline(candidate: Candidate) -> list[str]:
     ]
 
 
-def _node(candidate: Candidate) -> str:
+def _node(candidate: PlanCandidate) -> str:
     p = candidate.prediction
     disk = f" and {_gb(p.node_disk)} GB of local disk" if p.node_disk else ""
     return f"{_gb(p.node_memory)} GB of host memory{disk}"
@@ -279,12 +279,12 @@ def _more_nodes(plan: Plan) -> str:
     return f"On {plan.enough_nodes} such nodes ZeRO-3 with full recomputation fits without offload."
 
 
-def recommended(candidate: Candidate) -> dict[str, Any]:
+def recommended(candidate: PlanCandidate) -> dict[str, Any]:
     """Recipe sections of a candidate: the batch's micro_batch, and the strategy without its
     defaults."""
     strategy = {
         field.name: value
-        for field in dataclasses.fields(Strategy)
+        for field in dataclasses.fields(StrategySection)
         if (value := getattr(candidate.recipe.strategy, field.name)) != field.default
         or field.name == "name"
     }
@@ -365,7 +365,7 @@ def assumptions(plan: Plan) -> list[str]:
 def plan_json(plan: Plan, price: float | None = None) -> dict[str, Any]:
     """All figures as JSON values, in bytes, seconds and hours; `cost` only if there is a price."""
 
-    def candidate_json(candidate: Candidate) -> dict[str, Any]:
+    def candidate_json(candidate: PlanCandidate) -> dict[str, Any]:
         return {
             "label": candidate.label,
             **recommended(candidate),

@@ -57,7 +57,7 @@ def continue_prompts(
 
     Raises:
         GenerateError: a prompt does not fit the model, or the file cannot be written.
-        CheckpointError, ConfigError: the model cannot be loaded.
+        CheckpointError, ModelConfigError: the model cannot be loaded.
     """
     recipe = load_recipe(run_dir / "recipe.yaml", kept=True)
     own = recipe.checkpoint.directory or run_dir / "checkpoints"
@@ -82,7 +82,7 @@ def continue_prompts(
             import torch
 
             from trainer.tools.eval_lines import add_lines, samples, written
-            from trainer.tools.generate import Sampling
+            from trainer.tools.generate import GenerationSampling
 
             torch.set_num_threads(1)
             lines = written(run_dir / SAMPLES, ["prompt"])
@@ -93,7 +93,7 @@ def continue_prompts(
                 seen |= paths.keys()
             else:
                 tried.add(step)
-                make = samples(Sampling(), "cpu", recipe.model.family)
+                make = samples(GenerationSampling(), "cpu", recipe.model.family)
                 for _ in add_lines([paths[step]], wanted, run_dir / SAMPLES, make):
                     pass
                 position += 1

@@ -12,9 +12,9 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 from checkpointing.format.layout import MODEL, TensorMeta, lay_out
 from checkpointing.format.plan import (
     REPLICATE,
-    Split,
     TensorLayout,
     TensorSpec,
+    TensorSplit,
     assign_files,
     extents_of,
     local_boxes,
@@ -30,7 +30,9 @@ from checkpointing.wire import pack, unpack
 def layouts(draw, dims: int, world_size: int) -> TensorLayout:
     shape = draw(st.sampled_from([s for s in MESHES if math.prod(s) == world_size]))
     splits = [
-        draw(st.just(REPLICATE) | st.builds(Split, st.integers(0, dims - 1), st.integers(1, 3)))
+        draw(
+            st.just(REPLICATE) | st.builds(TensorSplit, st.integers(0, dims - 1), st.integers(1, 3))
+        )
         if dims
         else REPLICATE
         for _ in shape
@@ -136,19 +138,19 @@ def test_boxes_are_what_torch_gives_each_rank(shape, mesh, data):
 
 def test_layouts_are_equal_by_what_they_say_in_any_process():
     def layout():
-        return TensorLayout(tuple(range(8)), (4, 2), (REPLICATE, Split(0)))
+        return TensorLayout(tuple(range(8)), (4, 2), (REPLICATE, TensorSplit(0)))
 
     one = layout()
     assert one.coordinate(5) == (2, 1)
     sent = unpack(pack(TensorSpec(TensorMeta("F32", (8,)), (one,)))).layouts[0]
     assert len({one, layout(), sent}) == 1
-    assert one != TensorLayout(tuple(range(8)), (4, 2), (Split(0), REPLICATE))
+    assert one != TensorLayout(tuple(range(8)), (4, 2), (TensorSplit(0), REPLICATE))
 
 
 def test_ranks_that_disagree_are_told():
     meta = TensorMeta("F32", (4, 4))
-    rows = TensorLayout((0, 1), (2,), (Split(0),))
-    columns = TensorLayout((0, 1), (2,), (Split(1),))
+    rows = TensorLayout((0, 1), (2,), (TensorSplit(0),))
+    columns = TensorLayout((0, 1), (2,), (TensorSplit(1),))
     one = {"w": TensorSpec(meta, (rows,))}
     with pytest.raises(ValueError, match=r"w is F32\[4, 4\] on one rank and F32\[4\] on another"):
         merge_specs({0: one, 1: {"w": TensorSpec(TensorMeta("F32", (4,)), (rows,))}})

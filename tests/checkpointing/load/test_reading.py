@@ -19,14 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpointing import DamagedCheckpoint, StorageError
-from checkpointing.format.crc import BlockSums, RedundantReader
+from checkpointing.format.crc import CrcBlockSums, CrcReader
 from checkpointing.format.layout import MODEL, FileRecord, TensorMeta, lay_out
 from checkpointing.format.plan import local_boxes, merged
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.load import fill, read_plan
-from checkpointing.load.fill import SharedWindow, make_window, read_tensors
+from checkpointing.load.fill import LoadWindow, make_window, read_tensors
 from checkpointing.load.read_plan import blocks_and_gaps, intersection, plan_reads, slabs
-from checkpointing.load.segments import CheckpointFiles
+from checkpointing.load.segments import LoadFiles
 from checkpointing.ranks import RankGroup
 from checkpointing.storage.steps import storage_of
 from tests.checkpointing.format.test_plan import worlds
@@ -98,7 +98,7 @@ def test_checksums_of_parts_add_up_to_those_of_blocks(data):
         len(content), tuple(zlib.crc32(content[start : start + block]) for start in starts)
     )
     cuts = sorted({0, len(content), *data.draw(st.lists(st.integers(0, len(content))))})
-    ranks = [BlockSums({"f": record}, block) for _ in range(3)]
+    ranks = [CrcBlockSums({"f": record}, block) for _ in range(3)]
     wrong = data.draw(st.integers(0, len(cuts) - 2)) if data.draw(st.booleans()) else None
     for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
         count = data.draw(st.integers(1, 3))
@@ -106,7 +106,7 @@ def test_checksums_of_parts_add_up_to_those_of_blocks(data):
         for index, rank in enumerate(data.draw(st.permutations(range(3)))[:count]):
             part = bytearray(content[start:stop])
             part[0] ^= number == wrong and index == liar
-            ranks[rank].take("f", start, memoryview(part), RedundantReader(index, count))
+            ranks[rank].take("f", start, memoryview(part), CrcReader(index, count))
     total = np.bitwise_xor.reduce([rank.contribution() for rank in ranks])
     bad = ranks[0].differing(total, {"f": range(len(starts))})
     assert bad == ([] if wrong is None else [("f", cuts[wrong] // block)])
@@ -160,7 +160,7 @@ class Written:
         (specs,) = RankGroup(group).specs(lambda: [tensors])
         records = self.records if records is None else records
         with patch.object(fill, "BLOCK_BYTES", self.block):
-            files = CheckpointFiles(self.folder, open_it or self.open, self.stored, records)
+            files = LoadFiles(self.folder, open_it or self.open, self.stored, records)
             read_tensors(files, specs, tensors, group, nodes, **options)
 
 
@@ -395,7 +395,7 @@ def test_without_a_group_a_rank_checks_the_blocks_of_its_rows_and_no_others(tmp_
         targets = zeros(spread({"a": big_state()["a"]}, "rows-2"))
         (specs,) = RankGroup(None).specs(lambda: [targets])
         with patch.object(fill, "BLOCK_BYTES", written.block):
-            files = CheckpointFiles(tmp_path, counting, {"a": at}, written.records)
+            files = LoadFiles(tmp_path, counting, {"a": at}, written.records)
             read_tensors(files, specs, targets, None)
         return counting.bytes
 
@@ -409,14 +409,14 @@ def test_a_window_that_somebody_has_exchanged_is_not_opened(tmp_path):
     path, area = make_window(1, 1, 1)
     aside = tmp_path / "aside"
     try:
-        SharedWindow(path, area, [0], 0, None)
+        LoadWindow(path, area, [0], 0, None)
         os.chmod(path, 0o666)
         with pytest.raises(StorageError, match="somebody else has put it there"):
-            SharedWindow(path, area, [0], 0, None)
+            LoadWindow(path, area, [0], 0, None)
         os.chmod(path, 0o600)
         shutil.move(path, aside)
         os.symlink(aside, path)
         with pytest.raises(OSError, match="symbolic link"):
-            SharedWindow(path, area, [0], 0, None)
+            LoadWindow(path, area, [0], 0, None)
     finally:
         Path(path).unlink()

@@ -16,7 +16,7 @@ from checkpointing.save.channel import (
     MAC_BYTES,
     NONCE_BYTES,
     SILENT_SECONDS,
-    StrangerError,
+    SaveChannelError,
     call,
     welcome,
 )
@@ -88,8 +88,8 @@ def test_nobody_on_the_way_changes_repeats_drops_or_swaps_messages(tmp_path):
         "swaps": lambda frames: [*frames[:2], *frames[4:], *frames[2:4]],
     }
     for what, way in ways.items():
-        assert heard(way)[0] == [SAID[0], StrangerError], what
-    assert heard(lambda _: recorded)[0] == [StrangerError], "recorded of another connection"
+        assert heard(way)[0] == [SAID[0], SaveChannelError], what
+    assert heard(lambda _: recorded)[0] == [SaveChannelError], "recorded of another connection"
     assert not trap.exists()
 
 
@@ -107,7 +107,7 @@ def test_who_does_not_know_the_secret_learns_nothing_and_says_nothing(tmp_path):
 
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
-    with pytest.raises(StrangerError):
+    with pytest.raises(SaveChannelError):
         call(listener.address, b"wrong")
     with Client(listener.address) as stranger:
         stranger.recv_bytes()
@@ -115,7 +115,7 @@ def test_who_does_not_know_the_secret_learns_nothing_and_says_nothing(tmp_path):
         stranger.send_bytes(bytes(MAC_BYTES))
         stranger.send_bytes(pickle.dumps(Trap(tmp_path / "trap")))
         thread.join(10)
-    assert refused == [EOFError, StrangerError]
+    assert refused == [EOFError, SaveChannelError]
     assert not (tmp_path / "trap").exists()
     listener.close()
 
@@ -152,7 +152,7 @@ def test_what_one_says_does_not_come_back_as_an_answer():
     caller.limit(5)
     for message in SAID[:2]:
         caller.send(message)
-    with pytest.raises(StrangerError):
+    with pytest.raises(SaveChannelError):
         caller.recv()
     for one in (caller, inside, outside):
         one.close()
@@ -169,7 +169,7 @@ def test_another_user_who_knows_the_secret_does_not_get_in():
         with suppress(Exception):
             call(listener.address, SECRET).send("hello")
         os._exit(0)
-    with listener.accept() as connection, pytest.raises(StrangerError, match="has uid 65534"):
+    with listener.accept() as connection, pytest.raises(SaveChannelError, match="has uid 65534"):
         welcome(connection, SECRET, 5)
     os.waitpid(pid, 0)
     listener.close()
@@ -186,7 +186,7 @@ def test_who_falls_silent_is_not_waited_for(monkeypatch):
 
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
-    puller = peers.Puller([listener.address], SECRET)
+    puller = peers.SavePuller([listener.address], SECRET)
     with pytest.raises(StorageError, match=r"node 0 does not send its part of a: .*for too long"):
         list(puller(0, SlotInUse(0), "a", [(0, 1)]))
     thread.join(10)

@@ -26,7 +26,7 @@ from checkpointing.options import CheckpointOptions
 from checkpointing.save import commit, coordinator
 from checkpointing.save import messages as msg
 from checkpointing.save.blocks import UNIT_BLOCKS
-from checkpointing.save.coordinator import Coordinator
+from checkpointing.save.coordinator import SaveCoordinator
 
 NODES = 3
 SAVE_SECONDS = 25.0
@@ -135,7 +135,7 @@ class World:
         ]
         with self.patched():
             options = CheckpointOptions(max_writers=limit, deadline=SAVE_SECONDS)
-            self.coordinator = Coordinator(Path("/nowhere"), options, NODES, self)
+            self.coordinator = SaveCoordinator(Path("/nowhere"), options, NODES, self)
 
     @contextmanager
     def patched(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from checkpointing import CheckpointOptions, SaveFailed, StorageError, TensorChe
 from checkpointing.save import peers
 from checkpointing.save.channel import welcome
 from checkpointing.save.messages import SlotInUse
-from checkpointing.save.peers import Puller, serve_pulls
+from checkpointing.save.peers import SavePuller, serve_pulls
 from checkpointing.storage.posix_storage import NewPosixStep, PosixWriter
 from tests.checkpointing.faults import FOLDER
 from tests.checkpointing.stored import digests
@@ -260,7 +260,7 @@ def test_bytes_of_another_save_are_not_sent(bundle, monkeypatch):
 
     server = threading.Thread(target=serve)
     server.start()
-    pull = Puller([listener.address], secret)
+    pull = SavePuller([listener.address], secret)
     with closing(pull(0, SlotInUse(0, mine), "file", [(2, 3), (3, 4)])) as coming:
         assert next(coming) == b"c"
     ranges = [(0, 2), (4, 7), (7, 7), (1, 2)]

@@ -17,9 +17,9 @@ from checkpointing.errors import StorageError
 from checkpointing.options import CheckpointOptions
 from checkpointing.save import messages as msg
 from checkpointing.save import serving
-from checkpointing.save.channel import StrangerError, call
+from checkpointing.save.channel import SaveChannelError, call
 from checkpointing.save.messages import SlotInUse
-from checkpointing.save.peers import Puller
+from checkpointing.save.peers import SavePuller
 from checkpointing.save.writer import ALONE_SECONDS, Writer
 
 
@@ -142,7 +142,7 @@ def test_who_connects_and_says_nothing_keeps_nobody_out(tmp_path, monkeypatch):
         call(listener.address, writer.setup.secret).send(msg.CallerGreeting("node", 3))
         writer.loop.turn(5)
         assert 3 in writer._peers
-        with pytest.raises(StrangerError):
+        with pytest.raises(SaveChannelError):
             call(listener.address, b"wrong")
         while silent.recv(1000):
             pass  # until it is shown out
@@ -155,7 +155,7 @@ def test_bytes_of_another_node_are_not_taken_for_this_ones(tmp_path):
     writer.memory.files = [SimpleNamespace(maps={"file": b"of node 1"})]
     listener = Listener(("127.0.0.1", 0))
     writer.acceptor.listen(listener)
-    pull = Puller([listener.address] * 2, writer.setup.secret)
+    pull = SavePuller([listener.address] * 2, writer.setup.secret)
     assert list(pull(1, SlotInUse(0), "file", [(0, 9)])) == [b"of node 1"]
     with pytest.raises(StorageError, match="node 0 does not send its part"):
         list(pull(0, SlotInUse(0), "file", [(0, 9)]))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from elastic.group import cloud
-from elastic.group.cloud import Notice, guess_cloud, parse_sources, watch
+from elastic.group.cloud import CloudNotice, guess_cloud, parse_sources, watch
 from tests.elastic.group.metadata import azure_event, metadata_service
 
 CLOUDS = ["aws", "gcp", "azure"]
@@ -60,7 +60,7 @@ def test_a_notice_is_seen_once_it_is_there_and_told_once(service, name, what, se
 def test_aws_recommends_to_leave_before_it_interrupts(service):
     with watching(parse_sources("aws", service.address)) as told:
         service.rebalance = True
-        assert told.get(timeout=5) == Notice("aws", "rebalance", None)
+        assert told.get(timeout=5) == CloudNotice("aws", "rebalance", None)
         service.interrupted = True
         assert told.get(timeout=5).what == "terminate"
 
@@ -82,7 +82,7 @@ def test_azure_events_of_other_machines_and_of_other_kinds_are_no_notice(service
     service.events = [azure_event("Preempt", "trainers_8"), azure_event("Freeze", "trainers_7")]
     assert azure.look() is None
     service.events.append(azure_event("Terminate", "trainers_7", status="Started"))
-    assert azure.look() == Notice("azure", "terminate", 0.0)
+    assert azure.look() == CloudNotice("azure", "terminate", 0.0)
 
 
 @pytest.mark.parametrize("name", CLOUDS)
@@ -118,7 +118,7 @@ def test_a_time_that_cannot_be_read_does_not_hide_the_notice(service):
     (aws,) = parse_sources("aws", service.address)
     aws.look()
     service.nonsense = 200, b'{"action": "stop", "time": "soon"}'
-    assert aws.look() == Notice("aws", "stop", None)
+    assert aws.look() == CloudNotice("aws", "stop", None)
 
 
 def test_a_service_that_is_gone_does_not_hide_the_others(tmp_path, caplog):
@@ -129,7 +129,7 @@ def test_a_service_that_is_gone_does_not_hide_the_others(tmp_path, caplog):
         time.sleep(0.1)
         assert told.empty()
         trigger.touch()
-        assert told.get(timeout=5) == Notice(f"file:{trigger}", "trigger", None)
+        assert told.get(timeout=5) == CloudNotice(f"file:{trigger}", "trigger", None)
     assert sorted(line.split()[3] for line in caplog.messages) == sorted(CLOUDS)
 
 
@@ -152,7 +152,7 @@ def test_proxies_are_not_asked(service, monkeypatch):
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     service.interrupted = True
-    assert parse_sources("gcp", service.address)[0].look() == Notice("gcp", "preempt", 30.0)
+    assert parse_sources("gcp", service.address)[0].look() == CloudNotice("gcp", "preempt", 30.0)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 
 from elastic.group import job_claim as claims
 from elastic.group.job_claim import JobClaim, claim, claim_key
-from elastic.group.job_secret import Secret, SecretError
+from elastic.group.job_secret import JobSecret, JobSecretError
 from elastic.group.member import Member
-from elastic.group.membership import Limits, NodeRequest
+from elastic.group.membership import MembershipLimits, MembershipRequest
 from elastic.group.store import StoreClient, host_store
 
-SECRETS = [Secret(b"of the one" * 4), Secret(b"of another" * 4)]
+SECRETS = [JobSecret(b"of the one" * 4), JobSecret(b"of another" * 4)]
 KEY = claim_key("run")
 
 
@@ -34,11 +34,11 @@ def start(client, tmp_path):
 
     def start(secret, directory):
         begun = claim(client(), "run", secret, str(tmp_path / directory))
-        limits = Limits(1, 4, first_call=0.1, settle=0.0)
+        limits = MembershipLimits(1, 4, first_call=0.1, settle=0.0)
         member = Member(client(), "run", f"node {len(members)}", limits, lambda: None, None)
         members.append(member)
         member.start(secret, begun.mark)
-        member.request(NodeRequest())
+        member.request(MembershipRequest())
         return member
 
     yield start
@@ -63,7 +63,7 @@ def test_one_of_two_worlds_is_refused_and_told_why(start, secrets, directories, 
         both = [pool.submit(later, number) for number in range(2)]
     errors = [one.exception() for one in both if one.exception()]
     assert len(errors) == 1
-    with pytest.raises(SecretError, match=why):
+    with pytest.raises(JobSecretError, match=why):
         raise errors[0]
     (member,) = (one.result() for one in both if not one.exception())
     assert member.wait_for(lambda state: state.size == 1, 10)

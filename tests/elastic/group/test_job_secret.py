@@ -9,14 +9,26 @@ import pytest
 from checkpointing import StorageError
 from checkpointing.save.channel import job_secret
 from elastic.group.job_claim import claim_key
-from elastic.group.job_secret import Secret, SecretError, find_secret, make_secret, read_secret
+from elastic.group.job_secret import (
+    JobSecret,
+    JobSecretError,
+    find_secret,
+    make_secret,
+    read_secret,
+)
 from elastic.group.member import Member
-from elastic.group.membership import JobEnd, Limits, Membership, NodeRequest, heed
+from elastic.group.membership import (
+    Membership,
+    MembershipEnd,
+    MembershipLimits,
+    MembershipRequest,
+    heed,
+)
 from elastic.group.sealed import key_prefix
 from elastic.group.store import StoreClient, host_store
 
-SECRET = Secret(b"of the job" * 4)
-LIMITS = Limits(2, 2, first_call=0.0, settle=0.0)
+SECRET = JobSecret(b"of the job" * 4)
+LIMITS = MembershipLimits(2, 2, first_call=0.0, settle=0.0)
 
 
 @pytest.fixture
@@ -33,7 +45,7 @@ def job():
                 client = StoreClient("127.0.0.1", store.port, 5.0)
                 member = Member(client, "run", name, LIMITS, lambda: None, lease=2.0)
                 member.start(SECRET)
-                member.request(NodeRequest())
+                member.request(MembershipRequest())
                 members.append(member)
             for member in members:
                 assert member.wait_for(lambda state: state.size == len(names), 10)
@@ -54,7 +66,7 @@ def still_works(members):
 def test_what_strangers_write_is_dropped_and_told_once(job, caplog):
     members = job("a", "b")
     prefix = key_prefix("run", SECRET)
-    closed = replace(members[0].state, version=1 << 60, closed=JobEnd(0, "by a stranger"))
+    closed = replace(members[0].state, version=1 << 60, closed=MembershipEnd(0, "by a stranger"))
     for value in (b"\xff\xfe garbage", b"{}", closed.encode(), b"0" * 64 + closed.encode()):
         for key in (f"{prefix}/state", f"{prefix}/beat/a", f"{prefix}/beat/b", "perdure/run/state"):
             job.stranger.set(key, value)
@@ -80,7 +92,9 @@ def test_what_was_true_once_or_elsewhere_is_not_true_again(job):
     assert sealing.open(f"{prefix}/state", old)
     assert sealing.open("perdure/other/state", old) is None
     # Of the same name and secret, and recorded before this job began: a long life, and its end.
-    before = Membership(version=(int(time.time()) - 3600) * 1000, closed=JobEnd(0, "finished"))
+    before = Membership(
+        version=(int(time.time()) - 3600) * 1000, closed=MembershipEnd(0, "finished")
+    )
     key = f"{prefix}/state"
     job.stranger.set(key, sealing.seal(key, before.encode()))
     assert still_works(members)
@@ -91,7 +105,7 @@ def test_a_newcomer_who_finds_garbage_or_an_empty_store_does_not_end_the_job(job
     members = job("a", "b")
     key = f"{key_prefix('run', SECRET)}/state"
     newcomers = heed(
-        Membership(), "c", NodeRequest(), time.time() + 9
+        Membership(), "c", MembershipRequest(), time.time() + 9
     )  # it was faster than a and b
     assert newcomers.version > members[0].state.version
     job.stranger.set(key, SECRET.derive("membership").seal(key, newcomers.encode()))
@@ -107,7 +121,7 @@ def test_a_job_that_waits_for_nodes_tells_by_which_secret():
     clients = [StoreClient("127.0.0.1", store.port, 5.0) for _ in range(2)]
     member = Member(clients[0], "run", "a", LIMITS, lambda: None, lease=2.0)
     member.start(SECRET)
-    member.request(NodeRequest())
+    member.request(MembershipRequest())
     deadline = time.monotonic() + 10
     while not (found := clients[1].get(claim_key("run"))) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -128,7 +142,7 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path, monkeypatch):
     assert job_secret() == secret.derive("checkpoints").key
 
     def refused(why):
-        with pytest.raises(SecretError, match=why):
+        with pytest.raises(JobSecretError, match=why):
             read_secret(path)
         with pytest.raises(StorageError, match="the secret of the job"):  # that of checkpoints
             job_secret()
@@ -142,5 +156,5 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path, monkeypatch):
         os.chown(path, 65534, 65534)
         refused(r"not a file of yours .* but of uid 65534")
     monkeypatch.setenv("PERDURE_SECRET_FILE", "")
-    with pytest.raises(SecretError, match="must share a secret"):
+    with pytest.raises(JobSecretError, match="must share a secret"):
         find_secret(None, None)

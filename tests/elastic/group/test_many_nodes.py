@@ -8,13 +8,13 @@ from itertools import count
 
 import pytest
 
-from elastic.group.job_secret import Secret
+from elastic.group.job_secret import JobSecret
 from elastic.group.member import Member
 from elastic.group.membership import (
     OBSERVERS,
-    Failure,
-    Limits,
-    NodeRequest,
+    MembershipFailure,
+    MembershipLimits,
+    MembershipRequest,
     is_foreign,
     lose,
     raise_alarm,
@@ -23,10 +23,10 @@ from elastic.group.membership import (
 from elastic.group.store import StoreClient, host_store
 from tests.distributed.jobs import soak
 
-SECRET = Secret(b"of the job" * 4)
-LIMITS = Limits(2, 9, first_call=1.5, settle=0.0)
+SECRET = JobSecret(b"of the job" * 4)
+LIMITS = MembershipLimits(2, 9, first_call=1.5, settle=0.0)
 NAMES = "abcdefgh"
-LOST = Failure("b", None, 0, "node lost", 7.0)
+LOST = MembershipFailure("b", None, 0, "node lost", 7.0)
 
 swaps: Counter[str] = Counter()
 
@@ -52,7 +52,7 @@ def job():
             client.name = name
             self[name] = Member(client, "run", name, LIMITS, lambda: None, lease=4.0)
             self[name].start(SECRET)
-            self[name].request(NodeRequest())
+            self[name].request(MembershipRequest())
 
         def lose(self, name):
             member = self.pop(name)
@@ -66,7 +66,7 @@ def job():
         def come_again(self):
             before = next(iter(self.values())).state.round
             for member in self.values():
-                member.request(NodeRequest(after=before))
+                member.request(MembershipRequest(after=before))
             self.until(lambda state: state.round > before and state.size == len(self))
             for member in self.values():
                 member.request(None)
@@ -157,12 +157,12 @@ def nodes(clock):
 
     def make(name, minimum, unit=1, identity=""):
         clients.append(Reading("127.0.0.1", store.port, 5.0))
-        limits = Limits(minimum, 9, unit=unit, first_call=0.0, settle=0.0)
+        limits = MembershipLimits(minimum, 9, unit=unit, first_call=0.0, settle=0.0)
         member = Member(clients[-1], "run", name, limits, lambda: None, None)
         member.client, member.clock = clients[-1], clock
         member.client.clock = clock
         member.use_secret(SECRET)
-        member.request(NodeRequest(identity=identity))
+        member.request(MembershipRequest(identity=identity))
         return member
 
     yield make
@@ -301,7 +301,7 @@ def test_three_of_four_nodes_are_a_replica_of_two_and_a_spare(nodes):
         """To the next round, which so many are to train in; returns its nodes and its spares."""
         before = members[names[0]].state.round
         for name in names:
-            members[name].request(NodeRequest(after=before, paused=0))
+            members[name].request(MembershipRequest(after=before, paused=0))
         here = [members[name] for name in names]
         size = len(names) // 2 * 2
 
@@ -343,12 +343,15 @@ def test_a_node_of_another_version_reads_what_it_can_and_changes_nothing(nodes, 
         assert is_foreign(stranger.state, "z", "theirs")
         assert stranger.state.members == ("a", "b")
         stranger.change(lambda state: replace(state, members=()))
-        stranger.request(NodeRequest(leaves=True))
+        stranger.request(MembershipRequest(leaves=True))
         stranger.look()
         assert client.get(key) == document
 
     client.append(f"{first.keys.prefix}/door", b"c\n")
-    beat, ask = f"{first.keys.prefix}/beat/c", {**asdict(NodeRequest(identity="ours")), "later": 1}
+    beat, ask = (
+        f"{first.keys.prefix}/beat/c",
+        {**asdict(MembershipRequest(identity="ours")), "later": 1},
+    )
 
     counters = count(1)
 

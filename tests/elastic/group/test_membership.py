@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from elastic.group.membership import (
     OBSERVERS,
-    Failure,
-    JobEnd,
-    Leases,
-    Limits,
     Membership,
-    NodeRequest,
+    MembershipEnd,
+    MembershipFailure,
+    MembershipLeases,
+    MembershipLimits,
+    MembershipRequest,
     all_nodes,
     arrive,
     complete,
@@ -33,7 +33,7 @@ from elastic.group.membership import (
 from elastic.group.membership import enter as newcomer
 from elastic.group.topology import group_by_place, levels
 
-LIMITS = Limits(minimum=2, maximum=3)
+LIMITS = MembershipLimits(minimum=2, maximum=3)
 
 
 def begin(*nodes, limits=LIMITS, state=None, ranks=1):
@@ -46,7 +46,7 @@ def begin(*nodes, limits=LIMITS, state=None, ranks=1):
 
 
 def failure(rank=0, step=5, at=0.0):
-    return Failure("a", rank, step, "SIGKILL", at)
+    return MembershipFailure("a", rank, step, "SIGKILL", at)
 
 
 def test_a_full_round_begins_at_once_and_a_small_one_after_the_call():
@@ -76,11 +76,11 @@ def test_who_is_too_many_waits_as_a_spare_and_takes_the_place_of_a_lost_node():
     assert len(state.members) < state.size
     after = begin("a", "c", state=state)
     assert after.members == ("a", "c", "d")
-    assert after.cause == Failure("b", None, 0, "node lost", 7.0)
+    assert after.cause == MembershipFailure("b", None, 0, "node lost", 7.0)
 
 
 def test_nodes_without_work_are_spares_from_the_first_moment():
-    limits = Limits(minimum=1, maximum=8, most_ranks=5)
+    limits = MembershipLimits(minimum=1, maximum=8, most_ranks=5)
     state = Membership()
     for node, ranks in (("a", 2), ("b", 2), ("c", 2), ("d", 1)):
         state = arrive(state, node, ranks)
@@ -94,7 +94,7 @@ def test_nodes_without_work_are_spares_from_the_first_moment():
     after = complete(arrive(state, "a", 2), limits, quiet=0.3)
     assert (after.members, after.uneven) == (("a", "c"), ())
     # Too few sequences for the nodes that are needed: the ranks say so.
-    needed = Limits(minimum=2, maximum=8, most_ranks=1)
+    needed = MembershipLimits(minimum=2, maximum=8, most_ranks=1)
     assert begin("a", "b", "c", limits=needed).members == ("a", "b")
 
 
@@ -102,9 +102,9 @@ def test_who_would_train_something_else_does_not_get_in():
     state = arrive(Membership(), "a", identity="x")
     assert is_foreign(state, "b", "y")
     assert newcomer(state, "b", 1.0, identity="y") == state
-    state = complete(state, Limits(1, 3), quiet=99)
+    state = complete(state, MembershipLimits(1, 3), quiet=99)
     assert arrive(state, "b", identity="y") == state
-    assert room(arrive(state, "b", identity="x"), Limits(1, 3)) == 1
+    assert room(arrive(state, "b", identity="x"), MembershipLimits(1, 3)) == 1
     # The nodes of the job are gone: it is begun anew.
     anew = newcomer(lose(state, "a", now=0.0), "b", 1.0, identity="y")
     assert (anew.identity, anew.arrived) == ("y", ("b",))
@@ -112,7 +112,7 @@ def test_who_would_train_something_else_does_not_get_in():
 
 
 def test_nodes_come_and_go_in_whole_replicas():
-    limits = Limits(minimum=1, maximum=8, unit=2)
+    limits = MembershipLimits(minimum=1, maximum=8, unit=2)
     assert begin("a", limits=limits).round == 0, "no replica"
     assert complete(begin("a", "b", limits=limits), limits, 99).members == ("a", "b")
     state = begin("a", "b", "c", "d", limits=limits)
@@ -138,7 +138,7 @@ def test_nodes_come_and_go_in_whole_replicas():
 
 
 def test_nodes_of_many_ranks_make_replicas_by_themselves_and_others_together():
-    limits = Limits(minimum=1, maximum=8, unit=4)
+    limits = MembershipLimits(minimum=1, maximum=8, unit=4)
     state = Membership()
     for node, ranks in (("a", 2), ("b", 8), ("c", 4), ("d", 2), ("e", 2)):
         state = arrive(state, node, ranks)
@@ -149,7 +149,7 @@ def test_nodes_of_many_ranks_make_replicas_by_themselves_and_others_together():
 
 
 def test_nodes_of_a_rack_are_neighbours_and_who_stays_keeps_its_place():
-    limits = Limits(minimum=1, maximum=6)
+    limits = MembershipLimits(minimum=1, maximum=6)
     state = begin("r10.a", "r2.b", "r10.c", "r2.d", limits=limits)
     assert state.members == ("b", "d", "a", "c"), "racks in the order of their numbers"
     assert Membership.decode(state.encode()) == state
@@ -166,7 +166,7 @@ def test_nodes_of_a_rack_are_neighbours_and_who_stays_keeps_its_place():
 
 
 def test_a_replica_is_of_one_rack_where_it_can_be():
-    limits = Limits(minimum=1, maximum=8, unit=2)
+    limits = MembershipLimits(minimum=1, maximum=8, unit=2)
     state = begin("r1.a", "r1.b", "r1.c", "r2.d", "r2.e", "r2.f", limits=limits)
     assert state.members == ("a", "b", "d", "e", "c", "f"), "only the last spans both"
     state = begin("r1.a", "r1.b", "r1.c", "r2.d", "r2.e", limits=limits)
@@ -176,7 +176,7 @@ def test_a_replica_is_of_one_rack_where_it_can_be():
     after = begin("r1.b", "r2.d", "r2.e", "r2.f", "r1.c", limits=limits, state=lost)
     assert (after.members, after.arrived) == (("d", "e", "b", "c"), ("f",))
     # b, which has a part of the state, goes before two that stand in one rack.
-    small = Limits(minimum=1, maximum=2, unit=2)
+    small = MembershipLimits(minimum=1, maximum=2, unit=2)
     lost = lose(begin("r1.a", "r1.b", limits=small), "a", 0.0)
     after = begin("r1.b", "r2.c", "r2.d", limits=small, state=lost)
     assert (after.members, after.arrived) == (("b", "c"), ("d",))
@@ -228,10 +228,10 @@ def test_an_error_that_is_the_same_in_the_same_step_ends_the_job_whichever_rank_
         return state
 
     def raised(rank, error, step=7):
-        return Failure("abc"[rank], rank, step, "exit code 1", 0.0, error)
+        return MembershipFailure("abc"[rank], rank, step, "exit code 1", 0.0, error)
 
     what = "RuntimeError: shapes (4x{} and 9x9) cannot be multiplied, tensor at 0x7f{}"
-    unknown = Failure("c", None, 7, "rank 2 lost its connection to another", 0.0)
+    unknown = MembershipFailure("c", None, 7, "rank 2 lost its connection to another", 0.0)
     same = [raised(rank, what.format(rank, rank)) for rank in (0, 2, 1)]
     closed = run(same[0], unknown, *same[1:]).closed
     assert closed.code == 93
@@ -242,7 +242,7 @@ def test_an_error_that_is_the_same_in_the_same_step_ends_the_job_whichever_rank_
 
 
 def test_a_rank_whose_peer_is_gone_has_not_failed():
-    limits = Limits(minimum=1, maximum=2, strikes=3)
+    limits = MembershipLimits(minimum=1, maximum=2, strikes=3)
     state = begin("a", "b", limits=limits)
     lost_connection = replace(failure(rank=1, step=7), rank=None)
     for generation, found in enumerate([failure(rank=1, step=7), lost_connection] * 2):
@@ -254,7 +254,7 @@ def test_a_rank_whose_peer_is_gone_has_not_failed():
 
 
 def test_what_a_process_has_mended_itself_counts_for_nothing():
-    limits = Limits(minimum=1, maximum=2, strikes=2, restarts=2)
+    limits = MembershipLimits(minimum=1, maximum=2, strikes=2, restarts=2)
     state = begin("a", "b", limits=limits)
     mended = replace(failure(rank=1, step=1), error="MemoryError: 8", mended=True)
     for generation, found in enumerate([failure(step=1), mended, mended, mended, mended]):
@@ -268,9 +268,11 @@ def test_what_a_process_has_mended_itself_counts_for_nothing():
 
 
 def test_a_kill_from_outside_is_no_failing_step_and_no_strike():
-    limits = Limits(minimum=1, maximum=3, strikes=3, restarts=9)
+    limits = MembershipLimits(minimum=1, maximum=3, strikes=3, restarts=9)
     state = begin("a", "b", "c", limits=limits)
-    killed = [Failure("ab"[n % 2], n % 2, 7, "SIGKILL", 0.0, outside=True) for n in range(9)]
+    killed = [
+        MembershipFailure("ab"[n % 2], n % 2, 7, "SIGKILL", 0.0, outside=True) for n in range(9)
+    ]
     for generation, found in enumerate(killed):
         state = Membership.decode(fail(state, 1, generation, found, limits).encode())
         assert (state.closed, state.generation) == (None, generation + 1)
@@ -294,20 +296,20 @@ def test_a_kill_from_outside_is_no_failing_step_and_no_strike():
 
 
 def test_a_newcomer_that_cannot_start_is_sent_away_and_costs_the_others_no_restarts():
-    limits = Limits(minimum=1, maximum=3, restarts=3)
+    limits = MembershipLimits(minimum=1, maximum=3, restarts=3)
     state = begin("a", "b", limits=limits)
     for visit in range(4):
         state = begin(*state.members, "c", limits=limits, state=state)
         for generation in range(3):
             assert "c" in state.members
-            broken = Failure("c", 2, 0, "exit code 2", at=10.0 * visit + generation)
+            broken = MembershipFailure("c", 2, 0, "exit code 2", at=10.0 * visit + generation)
             state = fail(state, state.round, generation, broken, limits)
         assert (state.members, state.closed) == (("a", "b"), None)
         assert "it failed 3 times in a row in step 0" in state.lost.why
 
 
 def test_a_step_that_fails_on_one_node_after_the_other_ends_the_job():
-    limits = Limits(minimum=1, maximum=3)
+    limits = MembershipLimits(minimum=1, maximum=3)
     state = begin("a", "b", "c", limits=limits)
     for generation, node in enumerate("abb"):
         found = replace(failure(rank=1, step=7), node=node)
@@ -322,7 +324,7 @@ def test_a_failure_while_others_have_ended_their_round_ends_it_for_this_node_too
 
 
 def test_a_store_outlives_a_job():
-    ended = replace(begin("a", "b"), closed=JobEnd(0, "finished"), failures=(failure(),))
+    ended = replace(begin("a", "b"), closed=MembershipEnd(0, "finished"), failures=(failure(),))
     assert newcomer(ended, "c", 1.0) == ended, "a and b are still there"
     nobody = leave(leave(ended, "a"), "b")
     fresh = newcomer(nobody, "c", 1.0)
@@ -347,7 +349,7 @@ def test_failures_are_counted_over_an_hour():
 
 
 def test_a_node_that_fails_often_is_sent_away_and_may_come_back():
-    limits = Limits(minimum=1, maximum=3, strikes=3)
+    limits = MembershipLimits(minimum=1, maximum=3, strikes=3)
     state = begin("a", "b", "c", limits=limits)
     for number in range(1, 4):
         assert state.members == ("a", "b", "c")
@@ -365,7 +367,7 @@ def test_a_node_that_fails_often_is_sent_away_and_may_come_back():
 def test_a_node_that_computes_wrongly_leaves_at_once_whatever_others_report():
     state, wrong = begin("a", "b", "c"), replace(failure(), why="b and c contradicted it")
     wrong = replace(wrong, unfit=True)
-    lost_peer = Failure("b", None, 5, "rank 1 lost its connection to another", 0.0)
+    lost_peer = MembershipFailure("b", None, 5, "rank 1 lost its connection to another", 0.0)
     for before in (state, fail(state, 1, 0, lost_peer, LIMITS)):
         after = fail(before, 1, 0, wrong, LIMITS)
         assert (after.members, after.closed) == (("b", "c"), None)
@@ -378,7 +380,7 @@ def test_a_node_that_computes_wrongly_leaves_at_once_whatever_others_report():
 
 
 def test_nobody_is_sent_away_who_is_needed():
-    limits = Limits(minimum=2, maximum=3, strikes=1)
+    limits = MembershipLimits(minimum=2, maximum=3, strikes=1)
     state = fail(begin("a", "b"), 1, 0, failure(), limits)
     assert (state.members, state.generation) == (("a", "b"), 1)
 
@@ -387,24 +389,24 @@ def test_who_comes_back_without_its_ranks_ends_the_round_and_who_has_paused_does
     state = begin("a", "b", "c")
     lost = fail(state, 1, 0, failure(), LIMITS)
     for before, generation in (state, 0), (lost, 1):
-        back = heed(before, "b", NodeRequest(after=1), 0.0)
+        back = heed(before, "b", MembershipRequest(after=1), 0.0)
         assert (back.members, back.arrived, round_over(back)) == (("a", "c"), ("b",), True)
         assert fail(back, 1, generation, failure(), LIMITS).generation == generation
-        paused = heed(before, "b", NodeRequest(after=1, paused=generation), 0.0)
+        paused = heed(before, "b", MembershipRequest(after=1, paused=generation), 0.0)
         assert (paused.members, paused.arrived, round_over(paused)) == (
             before.members,
             ("b",),
             False,
         )
-        asks = {name: NodeRequest(after=1, paused=generation) for name in "cab"}
+        asks = {name: MembershipRequest(after=1, paused=generation) for name in "cab"}
         assert complete(heed_all(before, asks, 0.0), LIMITS, 99).members == ("a", "b", "c")
-    assert round_over(heed(lost, "b", NodeRequest(after=1, paused=0), 0.0)), (
+    assert round_over(heed(lost, "b", MembershipRequest(after=1, paused=0), 0.0)), (
         "it has paused before the failure"
     )
 
 
 def test_leases_lapse_when_a_counter_does_not_rise_and_not_when_we_were_away():
-    leases = Leases()
+    leases = MembershipLeases()
     each = {"a": 1.0, "b": 1.0}
     assert leases.lapsed({"a": 1, "b": 0}, now=0, leases=each) == []
     assert leases.lapsed({"a": 2, "b": 0}, now=0.9, leases=each) == []
@@ -416,7 +418,7 @@ def test_leases_lapse_when_a_counter_does_not_rise_and_not_when_we_were_away():
 
 NODE_NAMES = st.lists(st.sampled_from("abcdef"), unique=True, max_size=6).map(tuple)
 ASKS = st.builds(
-    NodeRequest,
+    MembershipRequest,
     leaves=st.booleans(),
     after=st.integers(0, 3),
     ranks=st.integers(1, 2),
@@ -434,7 +436,7 @@ ASKS = st.builds(
         uneven=st.dictionaries(st.sampled_from("abcdef"), st.just(2)).map(
             lambda uneven: tuple(uneven.items())
         ),
-        closed=st.sampled_from([None, JobEnd(0, "done")]),
+        closed=st.sampled_from([None, MembershipEnd(0, "done")]),
     ),
     st.dictionaries(st.sampled_from("abcdefgh"), ASKS),
 )
@@ -480,7 +482,7 @@ def test_a_job_gives_way_to_one_that_has_had_more_rounds():
 
 def test_the_document_survives_encoding():
     state = fail(begin("a", "b"), 1, 0, failure(), LIMITS)
-    state = replace(state, closed=JobEnd(93, "because"), address="h:1", arrived=("z",))
+    state = replace(state, closed=MembershipEnd(93, "because"), address="h:1", arrived=("z",))
     assert Membership.decode(state.encode()) == state
 
 
@@ -498,7 +500,7 @@ EVENTS = st.lists(
 )
 def test_whatever_happens_the_living_end_up_in_one_round(events, unit, places):
     """Nodes follow the rules of the handler: they come again when their round has changed."""
-    limits = Limits(minimum=1, maximum=4, unit=unit, restarts=1000, same_step=1000)
+    limits = MembershipLimits(minimum=1, maximum=4, unit=unit, restarts=1000, same_step=1000)
     state, alive, rounds = Membership(), set(), {}
 
     def follow(state):
@@ -550,5 +552,5 @@ def test_whatever_happens_the_living_end_up_in_one_round(events, unit, places):
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_full_job_is_left_alone(size):
     nodes = NODES[:size]
-    state = begin(*nodes, limits=Limits(1, size))
-    assert complete(state, Limits(1, size), 99) == state
+    state = begin(*nodes, limits=MembershipLimits(1, size))
+    assert complete(state, MembershipLimits(1, size), 99) == state

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from elastic.group.membership import (
-    Failure,
-    Limits,
     Membership,
-    NodeRequest,
+    MembershipFailure,
+    MembershipLimits,
+    MembershipRequest,
     all_nodes,
     complete,
     fail,
@@ -45,7 +45,7 @@ class Agent:
     """A rank of it has, and is not started again yet."""
     report: tuple[int, int] | None = None
     """(round, generation) of a failure that the document does not have yet."""
-    said: NodeRequest | None = None
+    said: MembershipRequest | None = None
     """What it has asked for in its key, for the observers."""
 
 
@@ -72,14 +72,14 @@ class Explorer:
         events: most things that go wrong.
     """
 
-    def __init__(self, nodes: str, places: str, limits: Limits, events: int) -> None:
+    def __init__(self, nodes: str, places: str, limits: MembershipLimits, events: int) -> None:
         self.limits, self.places, self.events = limits, places, events
         self._parts: dict[Any, Any] = {}
         self._worlds: dict[tuple[int, ...], World] = {}
         self._looks: dict[Any, tuple[Agent, Membership]] = {}
         self._settled: dict[World, World] = {}
         state = complete(
-            heed_all(Membership(), {name: NodeRequest() for name in nodes}, 0.0), limits, 99.0
+            heed_all(Membership(), {name: MembershipRequest() for name in nodes}, 0.0), limits, 99.0
         )
         first = Agent(runs=True, round=state.round)
         agents = {name: first if name in state.members else Agent() for name in nodes}
@@ -162,17 +162,17 @@ class Explorer:
         return self._with(world, name, *self._looks[key])
 
     def look(
-        self, state: Membership, name: str, agent: Agent, said: dict[str, NodeRequest | None]
+        self, state: Membership, name: str, agent: Agent, said: dict[str, MembershipRequest | None]
     ) -> tuple[Agent, Membership]:
         """A node looks at the document, changes it, and does what it says; see `Member._follow`,
         `PerdureRendezvous.num_nodes_waiting` and `NodeAgent._look`."""
         before, ask = state, None
         if not agent.wants:
-            ask = NodeRequest(leaves=True)
+            ask = MembershipRequest(leaves=True)
         elif not agent.runs:
-            ask = NodeRequest(after=agent.round, paused=agent.paused)
+            ask = MembershipRequest(after=agent.round, paused=agent.paused)
         if agent.report:
-            one = Failure(name, 0, 5, "SIGKILL", 0.0)
+            one = MembershipFailure(name, 0, 5, "SIGKILL", 0.0)
             state = fail(state, *agent.report, one, self.limits)
         first = observers(state)
         observes = name in first or len(first) < 3
@@ -279,7 +279,7 @@ class Explorer:
         return end
 
 
-LIMITS = Limits(1, 4, restarts=99, same_step=99, strikes=99)
+LIMITS = MembershipLimits(1, 4, restarts=99, same_step=99, strikes=99)
 MANY = "abcde"
 """More than observers; the last two ask them."""
 

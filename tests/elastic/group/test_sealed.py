@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.group.job_secret import Secret
+from elastic.group.job_secret import JobSecret
 from elastic.group.sealed import SealedStore
 from elastic.group.store import _end_threads as end_calls
 
-SECRET = Secret(b"of the round")
+SECRET = JobSecret(b"of the round")
 ROOT = Path(__file__).parents[3]
 
 
@@ -73,7 +73,7 @@ def test_what_does_not_verify_is_as_absent(host, caplog):
     (name,) = (key for key in host.list_keys() if len(key) == 64)
     held = host.get(name)
     store_at(host.port, scope="generation 1").set("address", b"of the next")
-    store_at(host.port, Secret(b"of another job")).set("address", b"of another job")
+    store_at(host.port, JobSecret(b"of another job")).set("address", b"of another job")
     ours.set("other", b"of another key")
     others = [host.get(key) for key in host.list_keys() if len(key) == 64 and key != name]
     reader = store_at(host.port)
@@ -88,7 +88,7 @@ def test_what_does_not_verify_is_as_absent(host, caplog):
     assert [text.count("address") for text in warned] == [1], "said once"
     host.set(name, held)
     assert reader.get("address") == b"right"
-    for secret, scope in ((SECRET, "generation 2"), (Secret(b"of a third"), "generation 0")):
+    for secret, scope in ((SECRET, "generation 2"), (JobSecret(b"of a third"), "generation 0")):
         with pytest.raises(dist.DistStoreError):
             store_at(host.port, secret, scope).get("address")
 

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.group.batch_plan import plan_batch
-from elastic.group.shares import SharePlanner, best_plan, fastest_shares, step_seconds
+from elastic.group.shares import BatchSharePlanner, best_plan, fastest_shares, step_seconds
 
 
 def balance_of(ranks, each, micro_batch=4, *, fixed=False, lockstep=False):
     """A new balance, with `each` units a rank."""
     size = micro_batch if fixed else 1
     plan = plan_batch(ranks * each * size, ranks, micro_batch, fixed=fixed)
-    return SharePlanner(replace(plan, lockstep=lockstep), micro_batch)
+    return BatchSharePlanner(replace(plan, lockstep=lockstep), micro_batch)
 
 
 KINDS = [{}, {"fixed": True}, {"lockstep": True}]

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from elastic.node.recall import AttemptRecalled, RecallSocket
+from elastic.node.recall import NodeRecall, NodeRecallSocket
 
 GENERATION = "PERDURE_GENERATION"
 """As elastic/world.py has it, which imports torch."""
@@ -30,10 +30,10 @@ def hold(arguments):
 
 def stay(arguments):
     """Say who works in which generation, and stay for the next; "stubborn" lets go of nothing."""
-    recall = RecallSocket.from_environment()
+    recall = NodeRecallSocket.from_environment()
     recall.allow()
     while True:
-        with suppress(AttemptRecalled), recall.attempt():
+        with suppress(NodeRecall), recall.attempt():
             recall.enable()
             with Path(arguments[0]).open("a") as file:
                 file.write(f"{os.getpid()} {os.environ[GENERATION]}\n")

@@ -8,11 +8,11 @@ import pytest
 
 from elastic.group.membership import Membership, raise_alarm
 from elastic.node import watchdog
-from elastic.node.progress import ProgressPage
-from elastic.node.watchdog import HangWatch, RankStatus
+from elastic.node.progress import NodeProgressPage
+from elastic.node.watchdog import NodeHangWatch, NodeRankStatus
 from tests.checkpointing.faults import until
 
-WAITING = RankStatus(0, 7, "reduce", 4.0, 3.5, "collective")
+WAITING = NodeRankStatus(0, 7, "reduce", 4.0, 3.5, "collective")
 
 
 class Group:
@@ -44,7 +44,7 @@ def judged(monkeypatch):
         group = Group(theirs)
         monkeypatch.setattr(watchdog, "take_dumps", lambda ranks: {})
         monkeypatch.setattr(watchdog, "rank_statuses", lambda *_: ours)
-        watch, alarm = HangWatch(group, ProgressPage.make()), group.state.alarm
+        watch, alarm = NodeHangWatch(group, NodeProgressPage.make()), group.state.alarm
 
         def seen():
             watch.look(group.state, (1, 0), {})

@@ -17,10 +17,10 @@ from torch.distributed import distributed_c10d
 
 import elastic.world
 from benchmarks.support import python_path
-from elastic.group.membership import Failure, Membership
+from elastic.group.membership import Membership, MembershipFailure
 from elastic.node.agent import NodeAgent
-from elastic.node.program import TorchrunProgram
-from elastic.node.recall import RecallSocket
+from elastic.node.program import NodeProgram
+from elastic.node.recall import NodeRecallSocket
 from elastic.node.standin import NODE_SOCKET
 from elastic.node.zygote import MAX_MESSAGE
 from tests.checkpointing.faults import until
@@ -41,7 +41,7 @@ class Group:
     """A membership of one node, each failure of which begins a generation."""
 
     name: str = "here"
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[MembershipFailure] = field(default_factory=list)
     state: Membership = field(
         default_factory=lambda: Membership(version=1, round=1, members=("here",), size=1)
     )
@@ -63,7 +63,7 @@ def node(monkeypatch):
     monkeypatch.setenv(NODE_SOCKET, "")
     # xdist's thread would make the zygote a new program, which imports torch for two seconds.
     monkeypatch.setattr("elastic.node.zygote._can_fork", lambda: True)
-    node = NodeAgent(Group(), TorchrunProgram())
+    node = NodeAgent(Group(), NodeProgram())
     node.start()
     yield node
     node.stop()
@@ -139,7 +139,7 @@ def test_a_rank_is_forked_only_when_the_one_before_is_gone(node, start_rank, tmp
             return all(s.exists() and len(s.read_text().split()) == number for s in starts)
 
         assert until(all_started, 60)
-        node.group.report(1, number - 1, Failure("here", 0, 0, "the test", 0.0))
+        node.group.report(1, number - 1, MembershipFailure("here", 0, 0, "the test", 0.0))
         node.wake()
     assert all("taken" not in start.read_text() for start in starts)
 
@@ -147,7 +147,7 @@ def test_a_rank_is_forked_only_when_the_one_before_is_gone(node, start_rank, tmp
 def test_an_attempt_is_over_when_all_of_it_is_aborted():
     """Else what is aborted late is the next attempt's."""
     agent, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    recall, begun, events = RecallSocket(own), threading.Event(), []
+    recall, begun, events = NodeRecallSocket(own), threading.Event(), []
 
     def stop():
         begun.set()
@@ -170,7 +170,7 @@ def test_a_wait_that_no_abort_ends_is_reported(monkeypatch, caller):
     monkeypatch.setattr("elastic.node.recall.STUCK_SECONDS", 0.2)
     agent, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent.settimeout(10)
-    recall, told = RecallSocket(own), []
+    recall, told = NodeRecallSocket(own), []
     ended = threading.Event()
 
     def hear():
@@ -195,7 +195,7 @@ def test_a_wait_that_no_abort_ends_is_reported(monkeypatch, caller):
 
 def test_an_attempt_that_is_recalled_before_it_connects_waits_for_nobody():
     agent, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    recall, aborted = RecallSocket(own), threading.Event()
+    recall, aborted = NodeRecallSocket(own), threading.Event()
     recall.stop = aborted.set
     with socket.create_server(("127.0.0.1", 0)) as silent, recall.attempt():
         agent.send(b'{"stop": true}')

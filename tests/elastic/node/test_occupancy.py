@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic.node import occupancy
-from elastic.node.occupancy import RECORD, HeldDirectory, OccupiedError
+from elastic.node.occupancy import RECORD, NodeDirectoryHold, NodeDirectoryOccupiedError
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def another(folder, job="first"):
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        HeldDirectory(folder, job)
+        NodeDirectoryHold(folder, job)
         os.write(writing, b"!")
         signal.pause()
     os.close(writing)
@@ -42,14 +42,16 @@ def another(folder, job="first"):
 
 def test_the_second_launch_is_told_who_the_first_is(tmp_path):
     with another(tmp_path) as pid:
-        with pytest.raises(OccupiedError, match=rf"process {pid} on {os.uname().nodename}, since"):
-            HeldDirectory(tmp_path, "second")
-        HeldDirectory(tmp_path, "first").release()  # the next round of the same job
+        with pytest.raises(
+            NodeDirectoryOccupiedError, match=rf"process {pid} on {os.uname().nodename}, since"
+        ):
+            NodeDirectoryHold(tmp_path, "second")
+        NodeDirectoryHold(tmp_path, "first").release()  # the next round of the same job
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(OccupiedError):  # who is stopped is not dead
-            HeldDirectory(tmp_path, "second")
+        with pytest.raises(NodeDirectoryOccupiedError):  # who is stopped is not dead
+            NodeDirectoryHold(tmp_path, "second")
     started = time.monotonic()
-    HeldDirectory(tmp_path, "second").release()
+    NodeDirectoryHold(tmp_path, "second").release()
     assert time.monotonic() - started < 0.15, "the kernel says at once that it is dead"
     assert not (tmp_path / RECORD).exists()
 
@@ -59,11 +61,11 @@ def test_who_is_about_to_leave_is_waited_for(tmp_path, monkeypatch):
     with another(tmp_path) as pid:
         os.kill(pid, signal.SIGSTOP)  # it renews nothing
         (tmp_path / RECORD).unlink()
-        with pytest.raises(OccupiedError, match="another process trains there"):
-            HeldDirectory(tmp_path, "first")  # it does not leave
+        with pytest.raises(NodeDirectoryOccupiedError, match="another process trains there"):
+            NodeDirectoryHold(tmp_path, "first")  # it does not leave
         monkeypatch.setattr(occupancy, "BEAT_SECONDS", 2.0)
         threading.Timer(0.1, os.kill, (pid, signal.SIGKILL)).start()
-        HeldDirectory(tmp_path, "first").release()
+        NodeDirectoryHold(tmp_path, "first").release()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
@@ -79,8 +81,8 @@ def test_another_user_is_told_too(monkeypatch):
                 os.setgid(65534)
                 os.setuid(65534)
                 try:
-                    HeldDirectory(Path(folder), "second")
-                except OccupiedError as told:
+                    NodeDirectoryHold(Path(folder), "second")
+                except NodeDirectoryOccupiedError as told:
                     os._exit(7 if f"process {first} on" in str(told) else 8)
                 os._exit(9)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
@@ -93,16 +95,16 @@ def test_on_another_machine_a_record_that_changes_is_a_life(tmp_path, monkeypatc
     with another(tmp_path) as pid:
         monkeypatch.setattr(occupancy, "LOCK", "lock of that machine")
         monkeypatch.setattr(occupancy, "boot_id", lambda: "that machine")
-        with pytest.raises(OccupiedError, match=f"process {pid} on"):
-            HeldDirectory(tmp_path, "second")
+        with pytest.raises(NodeDirectoryOccupiedError, match=f"process {pid} on"):
+            NodeDirectoryHold(tmp_path, "second")
         os.kill(pid, signal.SIGSTOP)
-        HeldDirectory(tmp_path, "second").release()
+        NodeDirectoryHold(tmp_path, "second").release()
 
 
 def test_a_launch_that_wakes_up_after_another_took_over_leaves_it_alone(tmp_path):
     with another(tmp_path):
         pass
-    first = HeldDirectory(tmp_path, "first")
+    first = NodeDirectoryHold(tmp_path, "first")
     record = {**json.loads((tmp_path / RECORD).read_text()), "job": "second", "pid": 1}
     (tmp_path / RECORD).write_text(json.dumps(record))
     time.sleep(0.2)

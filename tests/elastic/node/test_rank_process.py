@@ -14,16 +14,16 @@ from elastic.exits import (
     EXIT_PEER_GONE,
     EXIT_WRONG_INPUT,
 )
-from elastic.group.membership import Failure, JobEnd
-from elastic.node.progress import RankProgress
+from elastic.group.membership import MembershipEnd, MembershipFailure
+from elastic.node.progress import NodeRankProgress
 from elastic.node.rank_process import judge_exit
 
-BLANK = Failure("here", None, 7, "", 9.0)
+BLANK = MembershipFailure("here", None, 7, "", 9.0)
 KILLED = -signal.SIGKILL
 
 
 def judge(code, *, error="", step=7, done=False, first=False, memory=False):
-    progress = RankProgress(step, "step", 0.0, noticed=False, error=error)
+    progress = NodeRankProgress(step, "step", 0.0, noticed=False, error=error)
     return judge_exit(
         3, code, progress, BLANK, job_done=done, first_start=first, out_of_memory=memory
     )
@@ -32,11 +32,19 @@ def judge(code, *, error="", step=7, done=False, first=False, memory=False):
 @pytest.mark.parametrize(
     ("code", "given", "end"),
     [
-        (EXIT_DONE, {}, JobEnd(0, "the run is finished")),
-        (KILLED, {"done": True}, JobEnd(0, "the run is finished")),
+        (EXIT_DONE, {}, MembershipEnd(0, "the run is finished")),
+        (KILLED, {"done": True}, MembershipEnd(0, "the run is finished")),
         (EXIT_PAUSED, {}, None),
-        (EXIT_DO_NOT_REQUEUE, {"error": "no"}, JobEnd(93, "rank 3 ended with exit code 93 (no)")),
-        (EXIT_WRONG_INPUT, {"first": True, "step": 0}, JobEnd(2, "rank 3 ended with exit code 2")),
+        (
+            EXIT_DO_NOT_REQUEUE,
+            {"error": "no"},
+            MembershipEnd(93, "rank 3 ended with exit code 93 (no)"),
+        ),
+        (
+            EXIT_WRONG_INPUT,
+            {"first": True, "step": 0},
+            MembershipEnd(2, "rank 3 ended with exit code 2"),
+        ),
     ],
 )
 def test_an_exit_ends_the_job_or_pauses(code, given, end):
@@ -67,11 +75,13 @@ def test_an_exit_ends_the_job_or_pauses(code, given, end):
     ],
 )
 def test_a_failure_counts_against_whose_it_is(code, given, rank, why, error, mended, outside):
-    expected = Failure("here", rank, 7, why, 9.0, error, mended, outside)
+    expected = MembershipFailure("here", rank, 7, why, 9.0, error, mended, outside)
     assert judge(code, **given) == expected
 
 
 def test_a_rank_that_others_contradicted_is_unfit():
-    error = "DisputeError: two others contradicted rank 3: twice"
+    error = "GradientDisputeError: two others contradicted rank 3: twice"
     why = "two others contradicted rank 3: twice"
-    assert judge(EXIT_OUTVOTED, error=error) == Failure("here", 3, 7, why, 9.0, error, unfit=True)
+    assert judge(EXIT_OUTVOTED, error=error) == MembershipFailure(
+        "here", 3, 7, why, 9.0, error, unfit=True
+    )

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.support import python_path
 from elastic.group.membership import Membership
 from elastic.node.agent import NodeAgent
-from elastic.node.program import TorchrunProgram
+from elastic.node.program import NodeProgram
 from elastic.node.standin import NODE_SOCKET
 from tests.checkpointing.faults import until
 
@@ -70,7 +70,7 @@ def node(monkeypatch):
     monkeypatch.setenv(NODE_SOCKET, "")
     # xdist's thread would make the zygote a new program, which imports torch for two seconds.
     monkeypatch.setattr("elastic.node.zygote._can_fork", lambda: True)
-    node = NodeAgent(Group(), TorchrunProgram())
+    node = NodeAgent(Group(), NodeProgram())
     node.start()
     yield node
     node.stop()

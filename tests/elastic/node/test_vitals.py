@@ -8,41 +8,41 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.node.progress import RankProgress
+from elastic.node.progress import NodeRankProgress
 from elastic.node.vitals import (
     INTERVAL_SECONDS,
     MAX_STARVED_SHARE,
-    ProcessCounters,
-    RankSigns,
-    VitalsWatch,
+    NodeProcessCounters,
+    NodeRankVitals,
+    NodeVitalsWatch,
     read_vitals,
 )
 from elastic.node.watchdog import (
     BUSY_SECONDS,
     MIN_SECONDS,
-    PhaseTimes,
-    RankStatus,
+    NodePhaseTimes,
+    NodeRankStatus,
     blame,
     overdue,
     rank_statuses,
 )
 
-HEALTHY = ProcessCounters(stopped=False, runs=9, worked=1.0, starved=0.0)
+HEALTHY = NodeProcessCounters(stopped=False, runs=9, worked=1.0, starved=0.0)
 
 
 def watch(*vitals, entered=0.0):
     """Signs of a rank that was looked at a second after it entered its phase, and each second from
     then on."""
-    vigil = VitalsWatch()
+    vigil = NodeVitalsWatch()
     return [vigil.note(0, 7, entered, entered + 1 + n, one) for n, one in enumerate(vitals)]
 
 
 def taught():
     """Times of a node whose steps take 0.1 s."""
-    times = PhaseTimes()
+    times = NodePhaseTimes()
     for _ in range(20):
         times.add("step", 0.1)
-    times.follow({0: RankProgress(1, "step", 0.0, noticed=False)}, 0.0)
+    times.follow({0: NodeRankProgress(1, "step", 0.0, noticed=False)}, 0.0)
     return times
 
 
@@ -51,8 +51,8 @@ def taught():
 
 def test_a_rank_without_a_core_has_used_no_time_of_its_own():
     signs = watch(*[replace(HEALTHY, starved=0.9 * n, worked=1 + 0.1 * n) for n in range(31)])
-    assert signs[-1] == RankSigns(starved=pytest.approx(27.0), busy=True)
-    progress = {0: RankProgress(30, "step", 0.0, noticed=False)}
+    assert signs[-1] == NodeRankVitals(starved=pytest.approx(27.0), busy=True)
+    progress = {0: NodeRankProgress(30, "step", 0.0, noticed=False)}
     asleep = {0: replace(signs[-1], busy=False)}
     assert overdue(progress, 31.0, taught()), "by the clock on the wall its time is up"
     assert not overdue(progress, 30.0, taught(), asleep)
@@ -69,7 +69,7 @@ def test_a_rank_that_computes_has_more_time():
     spinning = {0: watch(HEALTHY, replace(HEALTHY, worked=1.9))[-1]}
     waiting = {0: watch(HEALTHY, replace(HEALTHY, worked=1.1))[-1]}
     assert (spinning[0].busy, waiting[0].busy) == (True, False)
-    progress = {0: RankProgress(30, "step", 0.0, noticed=False)}
+    progress = {0: NodeRankProgress(30, "step", 0.0, noticed=False)}
     assert overdue(progress, MIN_SECONDS + 0.1, taught(), waiting)
     assert not overdue(progress, BUSY_SECONDS, taught(), spinning)
     assert overdue(progress, BUSY_SECONDS + 0.1, taught(), spinning)
@@ -86,18 +86,20 @@ def test_who_was_stopped_and_went_on_between_two_looks_is_not_stopped():
 
 
 def standing(rank, where, phase="step", seconds=9.0, limit=5.0, starved=0.0):
-    return RankStatus(rank, 7, phase, seconds, limit, where, starved)
+    return NodeRankStatus(rank, 7, phase, seconds, limit, where, starved)
 
 
 def test_who_is_stopped_is_to_blame_in_every_phase():
     progress = {
-        0: RankProgress(7, "reduce", 0.0, noticed=False),
-        1: RankProgress(7, "data", 0.0, noticed=False),
+        0: NodeRankProgress(7, "reduce", 0.0, noticed=False),
+        1: NodeRankProgress(7, "data", 0.0, noticed=False),
     }
-    found = rank_statuses(progress, 5.0, taught(), signs={1: RankSigns(stopped=4.0, starved=3.0)})
+    found = rank_statuses(
+        progress, 5.0, taught(), signs={1: NodeRankVitals(stopped=4.0, starved=3.0)}
+    )
     assert blame(found).ranks == (1,)
     assert blame(found).reason.endswith("stopped by a signal")
-    short = rank_statuses(progress, 5.0, taught(), signs={1: RankSigns(stopped=2.0)})
+    short = rank_statuses(progress, 5.0, taught(), signs={1: NodeRankVitals(stopped=2.0)})
     assert blame(short) is None, "it waits for data, and was stopped for a moment"
 
 
@@ -158,11 +160,11 @@ def stop():
 def test_the_kernel_tells_who_spins_sleeps_and_is_stopped():
     with processes(spin, spin, sleep, stop) as pids:
         ranks = dict(enumerate(pids))
-        progress = {rank: RankProgress(1, "step", time.monotonic(), False) for rank in ranks}
-        assert VitalsWatch().look(ranks, progress, time.monotonic()) == dict.fromkeys(
-            ranks, RankSigns()
+        progress = {rank: NodeRankProgress(1, "step", time.monotonic(), False) for rank in ranks}
+        assert NodeVitalsWatch().look(ranks, progress, time.monotonic()) == dict.fromkeys(
+            ranks, NodeRankVitals()
         )
-        vigil, end = VitalsWatch(), time.monotonic() + 2
+        vigil, end = NodeVitalsWatch(), time.monotonic() + 2
         while time.monotonic() < end:
             signs = vigil.look(ranks, progress, time.monotonic())
             time.sleep(INTERVAL_SECONDS / 2)

@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing.options import CheckpointOptions
 from elastic.node.exchange import received
-from elastic.node.progress import PHASES, ProgressPage, Pulse, RankProgress
+from elastic.node.progress import PHASES, NodeProgressPage, NodeRankProgress, Pulse
 from elastic.node.vitals import (
-    RankSigns,
+    NodeRankVitals,
     classify_dump,
     in_collective,
     is_compiling,
@@ -33,8 +33,8 @@ from elastic.node.vitals import (
 from elastic.node.watchdog import (
     MIN_SECONDS,
     ORDER,
-    PhaseTimes,
-    RankStatus,
+    NodePhaseTimes,
+    NodeRankStatus,
     blame,
     overdue,
     rank_statuses,
@@ -43,16 +43,16 @@ from tests.checkpointing.faults import Job, until
 
 
 def at(step, phase="step", when=0.0):
-    return RankProgress(step, phase, when, noticed=False)
+    return NodeRankProgress(step, phase, when, noticed=False)
 
 
 def standing(rank, step, phase="step", seconds=9.0, where="unknown"):
-    return RankStatus(rank, step, phase, seconds, limit=5.0, where=where)
+    return NodeRankStatus(rank, step, phase, seconds, limit=5.0, where=where)
 
 
 def taught(step_seconds, steps=20, **options):
     """The times of a node whose rank 0 has done some steps, and the time afterwards."""
-    times = PhaseTimes(**options)
+    times = NodePhaseTimes(**options)
     times.begin(0)
     now = 0.0
     for step in range(1, steps + 1):
@@ -131,10 +131,10 @@ def test_time_in_which_the_whole_machine_stood_still_does_not_count():
 
 
 def test_a_rank_that_asks_for_patience_has_it_where_it_waits():
-    page = ProgressPage.make()
+    page = NodeProgressPage.make()
     pulse = Pulse(page, 0)
     pulse.request_patience(1800)
-    times = PhaseTimes()
+    times = NodePhaseTimes()
     limits = {}
     for step, phase in ((0, "load"), (1, "data"), (1, "step"), (2, "step")):
         pulse.report(step, phase)
@@ -148,7 +148,7 @@ def test_a_rank_that_asks_for_patience_has_it_where_it_waits():
 
 
 def test_a_rank_that_says_it_failed_is_waited_for_and_nobody_blamed():
-    page = ProgressPage.make()
+    page = NodeProgressPage.make()
     pulse = Pulse(page, 1)
     pulse.report(21, "step")
     pulse.fail("OutOfMemoryError: " + "é" * 200)
@@ -192,7 +192,7 @@ def test_who_waits_for_a_rank_that_was_just_stopped_is_not_taken_for_it():
     there = {0: at(20, when=now - 0.2), 1: at(20, when=now)}
     inside = 'Thread 1:\n  File "/torch/distributed/distributed_c10d.py", line 1 in all_reduce\n'
     for after, found in (MIN_SECONDS - 0.1, None), (MIN_SECONDS + 0.1, (1,)):
-        stopped = {1: RankSigns(stopped=after - 0.6)}
+        stopped = {1: NodeRankVitals(stopped=after - 0.6)}
         ranks = rank_statuses(there, now + after, times, {0: inside}, stopped)
         assert [one.where for one in ranks] == ["collective", "stopped"]
         assert ranks[0].overdue
@@ -211,8 +211,10 @@ def test_a_rank_without_a_sign_of_life_is_to_blame_wherever_it_is():
     [("step", "silent", True), ("save", "silent", False), ("step", "elsewhere", False)],
 )
 def test_a_node_that_has_learned_nothing_yet_goes_by_what_others_have(phase, where, blamed):
-    fresh = RankStatus(1, 6 if phase == "save" else 7, phase, seconds=4.0, limit=120.0, where=where)
-    learned = RankStatus(0, 7, "reduce", seconds=3.6, limit=3.5, where="collective")
+    fresh = NodeRankStatus(
+        1, 6 if phase == "save" else 7, phase, seconds=4.0, limit=120.0, where=where
+    )
+    learned = NodeRankStatus(0, 7, "reduce", seconds=3.6, limit=3.5, where="collective")
     found = blame([learned, fresh])
     assert (found is not None) == blamed
     if found:
@@ -350,7 +352,7 @@ def test_the_hanging_rank_is_found_among_real_ones(tmp_path, step, hang, seen):
         assert time.monotonic() - started < (1.5 if "silent" in seen else 0.9)
         now = time.monotonic()
         progress = {rank: at(7, when=now - 301) for rank in range(2)}
-        found = blame(rank_statuses(progress, now, PhaseTimes(), dumps))
+        found = blame(rank_statuses(progress, now, NodePhaseTimes(), dumps))
         assert found.ranks == (1,)
         assert len(job.running()) == 2  # asking for stacks ends nobody
 

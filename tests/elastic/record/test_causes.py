@@ -5,9 +5,9 @@ import json
 import pytest
 
 from elastic.group.membership import (
-    Failure,
-    Limits,
     Membership,
+    MembershipFailure,
+    MembershipLimits,
     accuse,
     complete,
     fail,
@@ -135,9 +135,11 @@ def test_a_hang_shows_the_stack_that_was_waited_for(tmp_path):
 
 def test_the_document_keeps_the_evidence_of_the_newest_failure():
     state = Membership(round=1, members=("a", "b"), size=2)
-    limits = Limits(minimum=1, maximum=2)
+    limits = MembershipLimits(minimum=1, maximum=2)
     for step in (3, 9):
-        one = Failure("a", 0, step, "hang: …", 1000.0 * step, evidence=f"stack of step {step}")
+        one = MembershipFailure(
+            "a", 0, step, "hang: …", 1000.0 * step, evidence=f"stack of step {step}"
+        )
         state = fail(state, 1, state.generation, one, limits)
     assert [one.evidence for one in state.failures] == ["", "stack of step 9"]
     assert Membership.decode(state.encode()).failures == state.failures
@@ -145,8 +147,8 @@ def test_the_document_keeps_the_evidence_of_the_newest_failure():
 
 def test_a_round_that_ends_by_no_lost_node_has_a_cause():
     state = Membership(round=1, members=("a",), size=1, arrived=("a",))
-    why = Failure("a", None, 3, "a stand-in was killed", 10.0)
-    accused = accuse(accuse(state, 1, why), 1, Failure("a", None, 3, "a later one", 11.0))
-    began = complete(accused, Limits(minimum=1, maximum=1), 10.0)
+    why = MembershipFailure("a", None, 3, "a stand-in was killed", 10.0)
+    accused = accuse(accuse(state, 1, why), 1, MembershipFailure("a", None, 3, "a later one", 11.0))
+    began = complete(accused, MembershipLimits(minimum=1, maximum=1), 10.0)
     assert (began.round, began.cause, began.lost) == (2, why, None)
     assert accuse(state, 2, why) == state

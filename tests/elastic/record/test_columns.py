@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from elastic.record import history
-from elastic.record.columns import LineBlock, LineShape
+from elastic.record.columns import RecordLineBlock, RecordLineShape
 from elastic.record.history import LedgerReader
 from elastic.record.ledger import Ledger, StartLine
 
@@ -28,8 +28,8 @@ def test_numbers_are_those_of_json():
     plain += [repr(struct.unpack("f", draw.randbytes(3) + b"\x40")[0]) for _ in range(1000)]
     texts = plain + [str(draw.getrandbits(draw.randint(1, 56))) for _ in range(1000)] + [*ODD]
     draw.shuffle(texts)
-    block = LineBlock("".join(f'{{"x": {text}, "y": 1}}\n' for text in texts).encode())
-    indices, (values,) = block.columns(LineShape((b'{"x": ', b', "y": 1}\n'), ("number",)))
+    block = RecordLineBlock("".join(f'{{"x": {text}, "y": 1}}\n' for text in texts).encode())
+    indices, (values,) = block.columns(RecordLineShape((b'{"x": ', b', "y": 1}\n'), ("number",)))
     for index, value in zip(indices.tolist(), values.tolist(), strict=True):
         expected = float(json.loads(texts[index]))
         assert struct.pack("d", expected) == struct.pack("d", value), texts[index]
@@ -62,7 +62,7 @@ def found(path):
 def test_a_ledger_is_the_same_by_columns_and_line_by_line(ledger, monkeypatch):
     """As written, and after random changes of a byte."""
     whole, draw = ledger.read_bytes(), random.Random(2)
-    block = LineBlock(whole)
+    block = RecordLineBlock(whole)
     assert len(history._usual_steps(block)[0]) == 80
     for change in range(80):
         text, at = bytearray(whole), 0

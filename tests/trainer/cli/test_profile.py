@@ -18,7 +18,7 @@ from benchmarks.support import python_path
 from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import RECIPE, ROOT, soak
 from trainer.data.prepare.prepare import prepare
-from trainer.recipe import Strategy
+from trainer.recipe import StrategySection
 from trainer.recipe.strategies import MODEL_PARALLEL
 from trainer.run.profile import StepProfiler
 from trainer.run.trace_summary import (
@@ -55,9 +55,9 @@ def test_each_kind_of_model_parallelism_says_what_it_sends():
         return {kind.KEYS[0]: kind.bytes_sent(strategy, 120.0, 12.0) for kind in MODEL_PARALLEL}
 
     nothing = {"tp": 0, "pp": 0, "cp": 0, "ep": 0}
-    assert sent(Strategy()) == nothing
-    assert sent(Strategy(tp=4, pp=2, cp=2)) == {**nothing, "tp": 180}
-    assert sent(Strategy(ep=3)) == {**nothing, "ep": pytest.approx(8)}
+    assert sent(StrategySection()) == nothing
+    assert sent(StrategySection(tp=4, pp=2, cp=2)) == {**nothing, "tp": 180}
+    assert sent(StrategySection(ep=3)) == {**nothing, "ep": pytest.approx(8)}
 
 
 @soak

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 from tests.distributed.jobs import soak
 from tests.trainer.data.chat_families import SPECIAL, VARIABLES, law, tokenizer
 from trainer.data.prepare.chats import ChatError, read_chat
-from trainer.data.prepare.spans import ChatEncoder, SpanFinder
+from trainer.data.prepare.spans import ChatEncoder, ChatSpanFinder
 from trainer.data.prepare.template import (
     ChatTemplate,
-    RenderError,
+    ChatTemplateError,
     special_variables,
     split_blocks,
 )
@@ -118,7 +118,7 @@ def compared(training, tokens, variables, chats):
                 **variables,
             )
         except Exception:
-            with pytest.raises(RenderError):
+            with pytest.raises(ChatTemplateError):
                 template.marked(messages, None)
             counts["refused by both"] += 1
             continue
@@ -181,7 +181,7 @@ def test_by_real_tokenizers_tokens_and_masks_are_those_of_transformers(january, 
     for kind, messages in chats.items():
         of = read_chat({"messages": messages})
         try:
-            finder = SpanFinder(template, encoder, "assistant", "letters")
+            finder = ChatSpanFinder(template, encoder, "assistant", "letters")
             found = finder.documents(finder.rendered(of), "auto")
         except ChatError as error:
             print(kind, error)
@@ -202,7 +202,7 @@ def test_by_turns_each_document_is_the_chat_until_there():
         for messages in CHATS.values():
             of = read_chat({"messages": messages})
             try:
-                finder = SpanFinder(template, encoder, "assistant", "reject")
+                finder = ChatSpanFinder(template, encoder, "assistant", "reject")
                 found = finder.documents(finder.rendered(of), "each")
             except ChatError:
                 continue
@@ -226,10 +226,10 @@ def test_the_law_is_what_trl_trains_where_it_follows_it():
         for messages in CHATS.values():
             of = read_chat({"messages": messages})
             try:
-                ours = SpanFinder(compiled(original), encoder, "assistant", "reject")
+                ours = ChatSpanFinder(compiled(original), encoder, "assistant", "reject")
                 document, *more = ours.documents(ours.rendered(of), "auto")
                 marked = compiled(training).marked(of.messages, None)
-            except (ChatError, RenderError):
+            except (ChatError, ChatTemplateError):
                 verdicts[name]["refused"] += 1
                 continue
             whole = encoder.encode(marked)

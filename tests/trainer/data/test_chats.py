@@ -26,7 +26,7 @@ from tests.trainer.data.chat_families import (
     tokenizer,
 )
 from trainer.data.prepare.chats import ChatError, form_of, read_chat, read_pair
-from trainer.data.prepare.spans import ChatEncoder, SpanFinder, notes_for_user
+from trainer.data.prepare.spans import ChatEncoder, ChatSpanFinder, notes_for_user
 from trainer.data.prepare.template import _BLOCK_BEGIN as BLOCK_BEGIN
 from trainer.data.prepare.template import _BLOCK_END as BLOCK_END
 from trainer.data.prepare.template import ChatTemplate
@@ -47,7 +47,7 @@ def find(encoder):
 
     def find(source, of, turns="auto", loss="assistant", spelled="reject", noted=None, **variables):
         template = compiled(source, **variables)
-        finder = SpanFinder(template, encoder, loss, spelled)
+        finder = ChatSpanFinder(template, encoder, loss, spelled)
         documents = finder.documents(finder.rendered(of), turns)
         if noted is not None:
             noted += notes_for_user([finder.noted()])

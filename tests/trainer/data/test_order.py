@@ -8,7 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import trainer
-from elastic.group.permutation import Permutation
+from elastic.group.permutation import SamplerPermutation
 from tests.distributed.jobs import soak
 from trainer.data.order import BLOCK, Order
 from trainer.data.sample_stream import SampleStream
@@ -29,7 +29,7 @@ GOLDEN_SEVERAL = [
 
 @given(size=st.one_of(st.integers(1, 300), st.integers(4000, 5000)), key=seeds, epoch=seeds)
 def test_a_bijection(size, key, epoch):
-    permutation = Permutation(size, key, epoch)
+    permutation = SamplerPermutation(size, key, epoch)
     values = permutation(np.arange(size))
     assert sorted(values.tolist()) == list(range(size))
 
@@ -38,7 +38,7 @@ def test_a_bijection(size, key, epoch):
 def test_sizes_beyond_32_bits(size):
     """A round that lost bits would take many positions to one place."""
     positions = np.unique(np.random.default_rng(0).integers(0, size, 100_000))
-    permutation = Permutation(size, 1)
+    permutation = SamplerPermutation(size, 1)
     values = permutation(positions)
     assert values.min() >= 0
     assert values.max() < size
@@ -73,14 +73,14 @@ def test_looks_random(size):
     for seed in range(8):
         random = np.random.default_rng(seed).permutation(size)
         assert max(map(abs, scores(random).values())) < 5, "the scores themselves are wrong"
-        ours = scores(Permutation(size, seed)(np.arange(size)))
+        ours = scores(SamplerPermutation(size, seed)(np.arange(size)))
         assert max(map(abs, ours.values())) < 5, ours
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_scores_see_a_weak_permutation(size):
     worst = [
-        max(map(abs, scores(Permutation(size, seed, rounds=2)(np.arange(size))).values()))
+        max(map(abs, scores(SamplerPermutation(size, seed, rounds=2)(np.arange(size))).values()))
         for seed in range(8)
     ]
     assert max(worst) > 8
@@ -91,19 +91,19 @@ def test_every_order_of_few_samples_is_as_likely():
     every = {order: number for number, order in enumerate(itertools.permutations(range(4)))}
     counts = np.zeros(24)
     for key in range(4800):
-        counts[every[tuple(Permutation(4, key)(np.arange(4)).tolist())]] += 1
+        counts[every[tuple(SamplerPermutation(4, key)(np.arange(4)).tolist())]] += 1
     assert chi_square(counts, 200) < 5
     table = np.zeros((12, 12))
     for key in range(1200):
-        table[np.arange(12), Permutation(12, key)(np.arange(12))] += 1
+        table[np.arange(12), SamplerPermutation(12, key)(np.arange(12))] += 1
     assert abs(chi_square(table, 100)) < 5
 
 
 def test_frozen():
     """ORDER_VERSION 1: a checkpoint's position has a meaning only as long as these hold."""
-    assert Permutation(10, 0)(np.arange(10)).tolist() == GOLDEN_10
-    assert Permutation(10**6, 7, 1)(np.arange(6)).tolist() == GOLDEN_MILLION
-    assert Permutation(2**33 + 5, -1)(np.arange(4)).tolist() == GOLDEN_BILLIONS
+    assert SamplerPermutation(10, 0)(np.arange(10)).tolist() == GOLDEN_10
+    assert SamplerPermutation(10**6, 7, 1)(np.arange(6)).tolist() == GOLDEN_MILLION
+    assert SamplerPermutation(2**33 + 5, -1)(np.arange(4)).tolist() == GOLDEN_BILLIONS
     one = Order([6], [1.0], seed=4)
     assert one.locate(np.arange(12))[2].tolist() == GOLDEN_ONE
     several = Order([1000, 50, 7], [0.7, 0.2, 0.1], seed=42)

@@ -26,7 +26,7 @@ from trainer.data.loader import READ_AHEAD, TokenStream, load
 from trainer.data.prepare.prepare import prepare
 from trainer.data.prepare.writer import write_data_set
 from trainer.data.shards import DataError, blocks_of, read_index, verify
-from trainer.recipe.sections import DataCache
+from trainer.recipe.sections import DataCacheSection
 
 BLOCK = 1 << 16
 _names = count()
@@ -341,7 +341,7 @@ def test_copies_of_shards(local, chats, urls, store, tmp_path):
     there = {file.name: file.read_bytes() for file in folder.iterdir()}
     assert there == {file.name: file.read_bytes() for file in local.glob("*.tokens")}
 
-    place = DataCache(directory=str(tmp_path), size=10 * needed)
+    place = DataCacheSection(directory=str(tmp_path), size=10 * needed)
     stream, requests = open_stream(urls[0], cache=place), [[n] for n in range(30)]
     expected = batches(open_stream(local), requests)
     store.requests.clear()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from elastic.record.attempt import Attempt, StepLine
+from elastic.record.attempt import LedgerStepLine, RecordedAttempt
 from elastic.record.ledger import StartLine
 from elastic.record.proof import problems_of
 from tests.distributed.jobs import SOAK
@@ -16,9 +16,9 @@ from trainer.data.loader import TokenStream, later_stages
 from trainer.data.order import BLOCK, Order
 from trainer.data.prepare.prepare import prepare
 from trainer.data.shards import DataError
-from trainer.data.stages import Mixture, StagedOrder
+from trainer.data.stages import DataMixture, StagedDataOrder
 from trainer.recipe import RecipeError, resolved
-from trainer.recipe.stages import StageRow
+from trainer.recipe.stages import RecipeStageRow
 from trainer.run.provenance import check_resume
 
 GOLDEN = [
@@ -27,9 +27,9 @@ GOLDEN = [
     [849, 0, 0, 0, 38, 519, 45, 399, 18],
 ]
 ROWS = [
-    StageRow(0, {0: 3.0, 1: 1.0}, {0: 0, 1: 1}),
-    StageRow(100, {1: 1.0, 2: 1.0}, {2: 2}),
-    StageRow(250, {0: 1.0, 1: 1.0}, {3: 1}),
+    RecipeStageRow(0, {0: 3.0, 1: 1.0}, {0: 0, 1: 1}),
+    RecipeStageRow(100, {1: 1.0, 2: 1.0}, {2: 2}),
+    RecipeStageRow(250, {0: 1.0, 1: 1.0}, {3: 1}),
 ]
 """Mixtures of four data sets, of which the last extends the second."""
 WEIGHTS = [0.02, 0.1, 0.3, 1.0, 2.0, 5.0]
@@ -49,7 +49,7 @@ def draw_table(random, block):
         sizes |= changed
         some = random.permutation(len(sizes))[: random.integers(1, len(sizes) + 1)]
         few = {int(source): random.choice(WEIGHTS if block > 99 else [1.0, 2.0]) for source in some}
-        table.append(Mixture(begin, few, changed))
+        table.append(DataMixture(begin, few, changed))
         lengths = [random.integers(1, 40), random.integers(1, 3 * block), block]
         begin += int(random.choice(lengths))
     return table, begin, sizes
@@ -62,14 +62,14 @@ def draw_size(random, block):
 def assert_exactly_once(seed, block):
     random = np.random.default_rng(seed)
     table, end, sizes = draw_table(random, block)
-    staged = StagedOrder(table, seed)
+    staged = StagedDataOrder(table, seed)
     positions = np.arange(end)
     found = staged.locate(positions)
     sources, turns = staged.turns(positions)
 
     # Each source hands out its turns once, without a gap but for a carry of less than a block.
-    alone = [Mixture(end, {0: 1.0}, {})]
-    closed = StagedOrder([*table, *alone], seed)
+    alone = [DataMixture(end, {0: 1.0}, {})]
+    closed = StagedDataOrder([*table, *alone], seed)
     for source in sizes:
         base, carry = closed.assigned_turns(source)
         mine = np.sort(turns[sources == source])
@@ -80,9 +80,9 @@ def assert_exactly_once(seed, block):
     # sample, and none has one twice.
     tail, at = [], end
     for source, size in sizes.items():
-        tail.append(Mixture(at, {source: 1.0}, {}))
+        tail.append(DataMixture(at, {source: 1.0}, {}))
         at += len(closed.assigned_turns(source)[1]) + 2 * size
-    s, e, x = StagedOrder([*table, *tail], seed).locate(np.arange(at))
+    s, e, x = StagedDataOrder([*table, *tail], seed).locate(np.arange(at))
     for source, size in sizes.items():
         epoch, sample = e[s == source], x[s == source]
         counts, most = np.bincount(epoch), np.zeros(epoch.max() + 1, np.int64)
@@ -94,7 +94,7 @@ def assert_exactly_once(seed, block):
 
     # The past does not depend on rows that come later, nor on where a process begins.
     for number in range(1, len(table)):
-        past = StagedOrder(table[:number], seed).locate(positions[: table[number].begin])
+        past = StagedDataOrder(table[:number], seed).locate(positions[: table[number].begin])
         assert all((a == b[: len(a)]).all() for a, b in zip(past, found, strict=True))
     shuffled = random.permutation(end)[:20]
     other = pickle.loads(pickle.dumps(staged)).locate(shuffled)
@@ -124,17 +124,17 @@ def test_each_sample_once_an_epoch(monkeypatch):
 def test_frozen():
     """STAGED_ORDER_VERSION 2: three mixtures, of which the last two begin inside a block."""
     table = [
-        Mixture(0, {0: 0.7, 1: 0.3}, {0: 1000, 1: 50}),
-        Mixture(1500, {1: 1.0, 2: 1.0}, {2: 7}),
-        Mixture(2600, {0: 0.5, 1: 0.5}, {0: 1200, 1: 60}),
+        DataMixture(0, {0: 0.7, 1: 0.3}, {0: 1000, 1: 50}),
+        DataMixture(1500, {1: 1.0, 2: 1.0}, {2: 7}),
+        DataMixture(2600, {0: 0.5, 1: 0.5}, {0: 1200, 1: 60}),
     ]
     positions = np.array([1499, 1500, 1600, 2599, 2600, 2601, 3000, 4000, 10**9])
-    assert np.stack(StagedOrder(table, 42).locate(positions)).tolist() == GOLDEN
+    assert np.stack(StagedDataOrder(table, 42).locate(positions)).tolist() == GOLDEN
 
 
 def test_a_source_may_grow_a_thousand_times_in_one_epoch():
-    table = [Mixture(at, {0: 1.0}, {0: 2000 + at}) for at in range(1100)]
-    _, epochs, samples = StagedOrder(table, 1).locate(np.arange(1099, 1199))
+    table = [DataMixture(at, {0: 1.0}, {0: 2000 + at}) for at in range(1100)]
+    _, epochs, samples = StagedDataOrder(table, 1).locate(np.arange(1099, 1199))
     assert not epochs.any()
     assert len(set(samples)) == 100
     assert max(samples) < 3099
@@ -143,20 +143,20 @@ def test_a_source_may_grow_a_thousand_times_in_one_epoch():
 @pytest.mark.parametrize(
     ("second", "what"),
     [
-        (Mixture(0, {0: 1.0}, {}), "mixture 1 begins at 0; it must begin after 0"),
-        (Mixture(9, {0: 1.0}, {0: 5}), "source 0 has 5 samples, after 5 before; a source"),
-        (Mixture(9, {0: 1.0, 1: 1.0}, {}), "mixture 1: source 1 has no size"),
-        (Mixture(9, {0: 1.0, 1: 1e-9}, {1: 9}), "source 1 has none of the 1024 places"),
-        (Mixture(9, {0: 0.0}, {}), "must be positive numbers"),
-        (Mixture(9, {0: 1e308, 1: 1e308}, {1: 9}), "with a finite sum"),
-        (Mixture(9, {}, {}), "mixture 1 has no source"),
+        (DataMixture(0, {0: 1.0}, {}), "mixture 1 begins at 0; it must begin after 0"),
+        (DataMixture(9, {0: 1.0}, {0: 5}), "source 0 has 5 samples, after 5 before; a source"),
+        (DataMixture(9, {0: 1.0, 1: 1.0}, {}), "mixture 1: source 1 has no size"),
+        (DataMixture(9, {0: 1.0, 1: 1e-9}, {1: 9}), "source 1 has none of the 1024 places"),
+        (DataMixture(9, {0: 0.0}, {}), "must be positive numbers"),
+        (DataMixture(9, {0: 1e308, 1: 1e308}, {1: 9}), "with a finite sum"),
+        (DataMixture(9, {}, {}), "mixture 1 has no source"),
     ],
 )
 def test_a_table_that_contradicts_itself_is_refused(second, what):
     with pytest.raises(ValueError, match=what):
-        StagedOrder([Mixture(0, {0: 1.0}, {0: 5}), second], 0)
+        StagedDataOrder([DataMixture(0, {0: 1.0}, {0: 5}), second], 0)
     with pytest.raises(ValueError, match="mixture 0 begins at 9; it must begin at 0"):
-        StagedOrder([second._replace(begin=9)], 0)
+        StagedDataOrder([second._replace(begin=9)], 0)
 
 
 # --- data sets -------------------------------------------------------------------------------
@@ -222,11 +222,11 @@ def test_only_stages_that_have_not_begun_may_change(opened, recipe):
             ),
         ]
         attempts = [
-            Attempt(number, replace(begin, stages=later_stages(stream)), number)
+            RecordedAttempt(number, replace(begin, stages=later_stages(stream)), number)
             for number, (begin, stream) in enumerate(zip(begins, (whole, other), strict=True), 1)
         ]
         for step in range(1, done + 1):
-            attempts[0].steps.append(StepLine(step, step - 1, step, 1.0, 1.0, "", step))
+            attempts[0].steps.append(LedgerStepLine(step, step - 1, step, 1.0, 1.0, "", step))
         problems = [*problems_of(attempts)]
         if good:
             check_resume(state, one, task, "it")

@@ -13,7 +13,7 @@ from tests.graphs import ITEMS, KINDS, USERS, write_graph
 from trainer.data.order import random_integers
 from trainer.data.shards import DataError
 from trainer.kgat.graph import build_edges, read_interactions
-from trainer.kgat.stream import GraphStream, KgatEvaluationStream
+from trainer.kgat.stream import KgatEvaluationStream, KgatStream
 
 
 @pytest.fixture(scope="session")
@@ -121,7 +121,7 @@ def test_bad_files_are_named(tmp_path, file, text, complaint):
 def test_every_sample_comes_once_and_negatives_are_wrong(
     data, edges, global_batch, triples, seed, cut
 ):
-    stream = GraphStream(data, edges, seed, global_batch, triples)
+    stream = KgatStream(data, edges, seed, global_batch, triples)
     known, facts = rows(*data.train.T), rows(edges.heads, edges.kinds, edges.tails)
     steps, cf_steps = stream.sequences // global_batch, -(-len(data.train) // global_batch)
     assert steps - cf_steps == -(-len(edges.heads) // (global_batch * triples))

@@ -19,7 +19,7 @@ from tests.distributed.jobs import ROOT
 from tests.graphs import write_graph
 from trainer.data.shards import DataError
 from trainer.kgat import open_graph
-from trainer.kgat.model import KGAT, Propagate, ranking_metrics
+from trainer.kgat.model import KGAT, KgatPropagation, ranking_metrics
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallelize import parallelize
 from trainer.recipe import RecipeError, load_recipe, resolved
@@ -174,7 +174,7 @@ def test_propagation_and_its_gradient(build):
     nodes = torch.randn(graph.nodes, 3, dtype=torch.float64, requires_grad=True)
     dense = torch.zeros(graph.nodes, graph.nodes, dtype=torch.float64)
     dense.index_put_((graph.heads, graph.tails), weights, accumulate=True)
-    result = Propagate.apply(graph, weights, nodes)
+    result = KgatPropagation.apply(graph, weights, nodes)
     torch.testing.assert_close(result, dense @ nodes)
     above = torch.randn_like(result)
     (gradient,) = torch.autograd.grad(result, nodes, above)

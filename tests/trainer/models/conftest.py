@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.models import Decoder, init_parameter
-from trainer.recipe.architecture import Architecture, RopeScaling
+from trainer.recipe.architecture import Architecture, RopeScalingSection
 
 # initializer_range is large, so that attention is far from uniform and a wrong angle shows.
 SIZES = {
@@ -28,7 +28,7 @@ ARCHITECTURES = {
         rope_theta=5e5,
         rms_norm_eps=1e-5,
         # With an original context of 64, the six wavelengths are kept, blended and divided.
-        rope_scaling=RopeScaling(factor=8.0, original_max_position_embeddings=64),
+        rope_scaling=RopeScalingSection(factor=8.0, original_max_position_embeddings=64),
         **SIZES,
     ),
 }

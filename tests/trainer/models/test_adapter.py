@@ -20,7 +20,7 @@ from trainer.models.family import family_of
 from trainer.parallel.tensor import kinds_of
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.architecture import Architecture
-from trainer.recipe.sections import Adapter
+from trainer.recipe.sections import AdapterSection
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -52,7 +52,7 @@ def adapted(model: Decoder) -> list[str]:
 def test_linear_layers_of_blocks_get_adapters_and_the_rest_is_frozen() -> None:
     model = decoder()
     names = [name for name, _ in model.named_parameters()]
-    add_adapters(model, Adapter(rank=4))
+    add_adapters(model, AdapterSection(rank=4))
     assert len(adapted(model)) == 7 * 2
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert {name.rpartition(".")[2] for name in trained} == {"lora_A", "lora_B"}
@@ -60,7 +60,8 @@ def test_linear_layers_of_blocks_get_adapters_and_the_rest_is_frozen() -> None:
     assert all(p.dtype == torch.bfloat16 for p in model.parameters() if not p.requires_grad)
     model = decoder()
     add_adapters(
-        model, Adapter(targets=("q_proj", "layers.1.mlp.up_proj"), also=("lm_head", "model.norm"))
+        model,
+        AdapterSection(targets=("q_proj", "layers.1.mlp.up_proj"), also=("lm_head", "model.norm")),
     )
     assert adapted(model) == [
         *(f"model.layers.{n}.self_attn.q_proj" for n in (0,)),
@@ -71,13 +72,13 @@ def test_linear_layers_of_blocks_get_adapters_and_the_rest_is_frozen() -> None:
     assert whole == {"lm_head.weight", "model.norm.weight"}
     assert model.get_parameter("lm_head.weight").dtype == torch.float32
     model = decoder("qwen3_moe")
-    add_adapters(model, Adapter(targets=("q_proj",)))
+    add_adapters(model, AdapterSection(targets=("q_proj",)))
     assert len(adapted(model)) == 2
 
 
 def test_a_fresh_adapter_changes_nothing_and_one_of_rslora_more() -> None:
     given = nn.Linear(8, 6)
-    layers = [LoraLinear(given, Adapter(rank=4, alpha=8, rslora=r)) for r in (False, True)]
+    layers = [LoraLinear(given, AdapterSection(rank=4, alpha=8, rslora=r)) for r in (False, True)]
     x = torch.randn(3, 8)
     with torch.no_grad():
         for layer in layers:
@@ -114,7 +115,7 @@ def test_names_of_nothing_ties_and_experts_are_refused(
     model: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RecipeError, match=message) as error:
-        add_adapters(decoder(**model), Adapter(**options))
+        add_adapters(decoder(**model), AdapterSection(**options))
     assert "\n" not in str(error.value)
 
 
@@ -146,7 +147,7 @@ def test_what_a_recipe_cannot_mean_is_refused(tmp_path: Any, override: str, mess
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     if not message:  # where it goes with the rest
-        assert load_recipe(path, [override]).model.adapter == Adapter(dropout=0.1)
+        assert load_recipe(path, [override]).model.adapter == AdapterSection(dropout=0.1)
         assert load_recipe(path, [override]).draws
         assert not load_recipe(path).draws
         override, message = "strategy.tp=2", "model.adapter.dropout: draws other numbers"
@@ -169,7 +170,9 @@ def test_an_adapter_of_another_kind_is_refused() -> None:
 def test_in_nf4_a_weight_is_bytes_and_its_product_that_of_the_weight_that_they_are() -> None:
     model = decoder(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
     counts = {name: p.numel() for name, p in model.named_parameters()}
-    add_adapters(model, Adapter(base="nf4", targets=("q_proj", "k_proj", "down_proj")), "fp32")
+    add_adapters(
+        model, AdapterSection(base="nf4", targets=("q_proj", "k_proj", "down_proj")), "fp32"
+    )
     kept = {name: p for name, p in model.named_parameters() if "lora_" not in name}
     assert {name: weights_in(p) for name, p in kept.items()} == counts
     bytes_ = {name for name, p in kept.items() if p.dtype == torch.uint8}
@@ -178,11 +181,11 @@ def test_in_nf4_a_weight_is_bytes_and_its_product_that_of_the_weight_that_they_a
     # What nf4 does not keep has the format that is computed with.
     assert {p.dtype for name, p in kept.items() if name not in bytes_} == {torch.float32}
     other = decoder(hidden_size=64, num_attention_heads=4)
-    add_adapters(other, Adapter(base="nf4"))
+    add_adapters(other, AdapterSection(base="nf4"))
     assert other.get_parameter("lm_head.weight").dtype == torch.bfloat16
 
     given, bias = nn.Linear(128, 6), torch.randn(6)
-    layer = LoraLinear(given, Adapter(rank=4, base="nf4"))
+    layer = LoraLinear(given, AdapterSection(rank=4, base="nf4"))
     layer.bias = nn.Parameter(bias, requires_grad=False)
     layer.weight.data.copy_(quantise(given.weight))
     weight = dequantise(layer.weight, torch.float32)
@@ -211,11 +214,11 @@ def test_in_nf4_a_weight_is_bytes_and_its_product_that_of_the_weight_that_they_a
 
 def test_blocks_of_nf4_are_not_cut() -> None:
     with pytest.raises(RecipeError, match=r"a multiple of 64 columns, but .*q_proj has 32;"):
-        add_adapters(decoder(), Adapter(base="nf4"))
+        add_adapters(decoder(), AdapterSection(base="nf4"))
     model = decoder(hidden_size=64, num_attention_heads=4, head_dim=32, num_key_value_heads=2)
-    add_adapters(model, Adapter(base="nf4", targets=("q_proj", "o_proj")))
+    add_adapters(model, AdapterSection(base="nf4", targets=("q_proj", "o_proj")))
     assert kinds_of(model, 2)["model.layers.0.self_attn.o_proj"] == "row"  # 128 columns
     model = decoder(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
-    add_adapters(model, Adapter(base="nf4"))
+    add_adapters(model, AdapterSection(base="nf4"))
     with pytest.raises(RecipeError, match=r"its 64 columns are no multiple of 64 · tp=128"):
         kinds_of(model, 2)

@@ -15,11 +15,11 @@ from tests.trainer.models.conftest import SIZES
 from trainer.models import Decoder, config_json, read_config
 from trainer.models.family import family_of
 from trainer.recipe import RecipeError
-from trainer.recipe.architecture import Architecture, RopeScaling
+from trainer.recipe.architecture import Architecture, RopeScalingSection
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 7}
-YARN = RopeScaling(rope_type="yarn", factor=8.0, original_max_position_embeddings=32)
-LONGROPE = RopeScaling(
+YARN = RopeScalingSection(rope_type="yarn", factor=8.0, original_max_position_embeddings=32)
+LONGROPE = RopeScalingSection(
     rope_type="longrope",
     factor=8.0,
     original_max_position_embeddings=32,
@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-windows": {"options": {**WINDOW, "max_window_layers": 1}},
     "mistral": {
         "options": {"sliding_window": 7},
-        "rope_scaling": RopeScaling(rope_type="linear", factor=2.0),
+        "rope_scaling": RopeScalingSection(rope_type="linear", factor=2.0),
     },
     "olmo2": {},
     "olmo3": {
@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {
         "options": {"sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 10},
-        "rope_scaling": RopeScaling(rope_type="linear", factor=8.0),
+        "rope_scaling": RopeScalingSection(rope_type="linear", factor=8.0),
         "rope_theta": 1e6,
         "tie_word_embeddings": True,
     },
@@ -124,12 +124,12 @@ def test_options_that_make_no_sense(name: str, options: dict[str, Any], message:
 
 def test_scalings_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="longrope needs short_factor and long_factor"):
-        RopeScaling(rope_type="longrope", factor=2.0)
+        RopeScalingSection(rope_type="longrope", factor=2.0)
     with pytest.raises(ValueError, match="would rotate 3 elements of head_dim=12"):
         Architecture(
             model_type="phi3", head_dim=12, options={"partial_rotary_factor": 0.25}, **SIZES
         )
-    dynamic = RopeScaling(rope_type="dynamic", factor=2.0)
+    dynamic = RopeScalingSection(rope_type="dynamic", factor=2.0)
     architecture = Architecture(model_type="llama", head_dim=12, rope_scaling=dynamic, **SIZES)
     with pytest.raises(ValueError, match="257 tokens is longer than max_position_embeddings=256"):
         Decoder(architecture)(torch.zeros(1, 257, dtype=torch.int64))

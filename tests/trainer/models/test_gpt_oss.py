@@ -16,7 +16,7 @@ from trainer.models.parameter_names import apart
 from trainer.optim.optimizer import method_of, named_groups
 from trainer.parallel.context import problem_of
 from trainer.parallel.tensor import kinds_of
-from trainer.recipe import Optimizer, RecipeError
+from trainer.recipe import OptimizerSection, RecipeError
 from trainer.tools.generate import empty_model, load_weights
 
 CONFIG = GptOssConfig(
@@ -125,7 +125,7 @@ def test_biases_of_experts_are_updated_as_other_biases(
     published: tuple[PreTrainedModel, Path],
 ) -> None:
     named = dict(opened(published[1]).named_parameters())
-    options = Optimizer(name="muon", lr=1e-3, groups=FAMILY.groups)
+    options = OptimizerSection(name="muon", lr=1e-3, groups=FAMILY.groups)
     groups = named_groups(named, options)
     for group in groups:
         for name, parameter in group["params"]:

@@ -11,14 +11,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from trainer.models import (
-    ConfigError,
     Decoder,
+    ModelConfigError,
     config_json,
     generation_config_json,
     read_config,
     tokenizer_files,
 )
-from trainer.recipe.architecture import Architecture, RopeScaling
+from trainer.recipe.architecture import Architecture, RopeScalingSection
 
 # float32 rounding through three layers; measured difference: 0.
 TOLERANCE = 1e-5
@@ -152,7 +152,7 @@ def test_config_survives_both_spellings(architecture: Architecture, tmp_path: Pa
 def test_published_configs(tmp_path: Path) -> None:
     llama = read_config(write_json(tmp_path / "llama.json", LLAMA_3_1_8B))
     assert llama.head_dim == 128  # absent from the file
-    assert llama.rope_scaling == RopeScaling(factor=8.0)
+    assert llama.rope_scaling == RopeScalingSection(factor=8.0)
     assert llama.rope_theta == 500000.0
     qwen = read_config(write_json(tmp_path / "qwen.json", QWEN3_0_6B))
     assert (qwen.head_dim, qwen.hidden_size, qwen.num_attention_heads) == (128, 1024, 16)
@@ -188,7 +188,7 @@ def test_what_we_do_not_compute_is_refused(
     base: dict[str, Any], change: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     file = write_json(tmp_path / "config.json", base | change)
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ModelConfigError) as refusal:
         read_config(tmp_path)
     assert named in str(refusal.value)
     assert str(file) in str(refusal.value)
@@ -196,20 +196,22 @@ def test_what_we_do_not_compute_is_refused(
 
 
 def test_unreadable_config_names_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
+    with pytest.raises(ModelConfigError, match=r"config\.json: cannot be read"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json: not a JSON object: Expecting"):
+    with pytest.raises(ModelConfigError, match=r"config\.json: not a JSON object: Expecting"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"config\.json: not a JSON object: \[\] where an obj"):
+    with pytest.raises(
+        ModelConfigError, match=r"config\.json: not a JSON object: \[\] where an obj"
+    ):
         read_config(tmp_path)
 
 
 def test_sizes_that_transformers_cannot_open_are_refused() -> None:
     sizes = {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
-    with pytest.raises(ConfigError, match=r"hidden_size: 32 is not a multiple"):
+    with pytest.raises(ModelConfigError, match=r"hidden_size: 32 is not a multiple"):
         config_json(Architecture(model_type="llama", **sizes, **heads))
     config_json(Architecture(model_type="qwen3", **sizes, **heads))
 
@@ -241,11 +243,11 @@ def test_auto_tokenizer_encodes_as_the_tokenizer_does(
 
 
 def test_tokenizer_errors_name_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read"):
+    with pytest.raises(ModelConfigError, match=r"tokenizer\.json: cannot be read"):
         tokenizer_files(tmp_path / "tokenizer.json", 0)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer"):
+    with pytest.raises(ModelConfigError, match=r"tokenizer\.json: not a tokenizer"):
         tokenizer_files(tmp_path / "tokenizer.json", 0)
     Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: has no token 9"):
+    with pytest.raises(ModelConfigError, match=r"tokenizer\.json: has no token 9"):
         tokenizer_files(tmp_path / "tokenizer.json", 9)

@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch.nn import attention
 
-from trainer.models.kernels import FLASH, AttentionKernel, GpuStack, choose_kernel, kernel_in_use
+from trainer.models.kernels import (
+    FLASH,
+    AttentionKernel,
+    AttentionPlatform,
+    choose_kernel,
+    kernel_in_use,
+)
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 CUDNN = "scaled_dot_product_attention: cuDNN, or FlashAttention-2 where cuDNN cannot"
@@ -24,69 +30,129 @@ FA4 = f"FlashAttention-4 ({OLD})"
     ("gpu", "given", "name", "package", "note"),
     [
         # With documents, by GPU and package.
-        (GpuStack(HOPPER, "2.13.0", fa3=True, fa4=OLD), {}, "FlashAttention-3", "FA3", ""),
-        (GpuStack(HOPPER, "2.13.0", fa4=OLD), {}, FA4, "FA4", ""),
-        (GpuStack(HOPPER, "2.13.0"), {}, FLASH, None, "FlashAttention-3 or -4 would be faster"),
-        (GpuStack(BLACKWELL, "2.13.0", fa3=True, fa4=OLD), {}, FA4, "FA4", ""),
-        (GpuStack((10, 3), "2.13.0", fa4=OLD), {}, FA4, "FA4", ""),
+        (AttentionPlatform(HOPPER, "2.13.0", fa3=True, fa4=OLD), {}, "FlashAttention-3", "FA3", ""),
+        (AttentionPlatform(HOPPER, "2.13.0", fa4=OLD), {}, FA4, "FA4", ""),
         (
-            GpuStack(BLACKWELL, "2.13.0", fa3=True),
+            AttentionPlatform(HOPPER, "2.13.0"),
+            {},
+            FLASH,
+            None,
+            "FlashAttention-3 or -4 would be faster",
+        ),
+        (AttentionPlatform(BLACKWELL, "2.13.0", fa3=True, fa4=OLD), {}, FA4, "FA4", ""),
+        (AttentionPlatform((10, 3), "2.13.0", fa4=OLD), {}, FA4, "FA4", ""),
+        (
+            AttentionPlatform(BLACKWELL, "2.13.0", fa3=True),
             {},
             FLASH,
             None,
             "FlashAttention-4 would be faster",
         ),
-        (GpuStack((8, 0), "2.13.0", fa3=True, fa4=OLD), {}, FLASH, None, ""),
-        (GpuStack((12, 0), "2.13.0", fa3=True, fa4=OLD), {}, FLASH, None, ""),
+        (AttentionPlatform((8, 0), "2.13.0", fa3=True, fa4=OLD), {}, FLASH, None, ""),
+        (AttentionPlatform((12, 0), "2.13.0", fa3=True, fa4=OLD), {}, FLASH, None, ""),
         # By version.
-        (GpuStack(HOPPER, "2.13.0", fa4=NEW), {}, FLASH, None, f"up to 4.0.0b18, not {NEW}"),
         (
-            GpuStack(HOPPER, "2.13.0+cu130", fa4="4.0.0"),
+            AttentionPlatform(HOPPER, "2.13.0", fa4=NEW),
+            {},
+            FLASH,
+            None,
+            f"up to 4.0.0b18, not {NEW}",
+        ),
+        (
+            AttentionPlatform(HOPPER, "2.13.0+cu130", fa4="4.0.0"),
             {},
             FLASH,
             None,
             "up to 4.0.0b18, not 4.0.0:",
         ),
-        (GpuStack(HOPPER, "2.11.0+cu130", fa4=OLD), {}, FLASH, None, "install torch 2.13 or newer"),
-        (GpuStack(HOPPER, "2.13.0", fa3=True, fa4=NEW), {}, "FlashAttention-3", "FA3", ""),
-        (GpuStack(HOPPER, "2.15.0", fa4=NEW), {}, f"FlashAttention-4 ({NEW})", "FA4", ""),
-        (GpuStack(HOPPER, "2.14.1+cu130", fa4=NEW), {}, f"FlashAttention-4 ({NEW})", "FA4", ""),
-        (GpuStack(HOPPER, "2.14.1"), {}, FLASH, None, "FlashAttention-3 or -4 would be faster"),
-        (GpuStack(HOPPER, "2.15.0"), {}, EITHER, None, ""),
-        (GpuStack(HOPPER, "2.15.0"), {"exact": True}, FLASH, None, ""),
-        (GpuStack((8, 0), "2.15.0"), {}, FLASH, None, ""),
+        (
+            AttentionPlatform(HOPPER, "2.11.0+cu130", fa4=OLD),
+            {},
+            FLASH,
+            None,
+            "install torch 2.13 or newer",
+        ),
+        (AttentionPlatform(HOPPER, "2.13.0", fa3=True, fa4=NEW), {}, "FlashAttention-3", "FA3", ""),
+        (AttentionPlatform(HOPPER, "2.15.0", fa4=NEW), {}, f"FlashAttention-4 ({NEW})", "FA4", ""),
+        (
+            AttentionPlatform(HOPPER, "2.14.1+cu130", fa4=NEW),
+            {},
+            f"FlashAttention-4 ({NEW})",
+            "FA4",
+            "",
+        ),
+        (
+            AttentionPlatform(HOPPER, "2.14.1"),
+            {},
+            FLASH,
+            None,
+            "FlashAttention-3 or -4 would be faster",
+        ),
+        (AttentionPlatform(HOPPER, "2.15.0"), {}, EITHER, None, ""),
+        (AttentionPlatform(HOPPER, "2.15.0"), {"exact": True}, FLASH, None, ""),
+        (AttentionPlatform((8, 0), "2.15.0"), {}, FLASH, None, ""),
         # By head size.
         (
-            GpuStack(HOPPER, "2.13.0", fa3=True, fa4=OLD),
+            AttentionPlatform(HOPPER, "2.13.0", fa3=True, fa4=OLD),
             {"head_dim": 256},
             "FlashAttention-3",
             "FA3",
             "",
         ),
-        (GpuStack(HOPPER, "2.13.0", fa4=OLD), {"head_dim": 256}, FLASH, None, ""),
-        (GpuStack(HOPPER, "2.15.0", fa4=OLD), {"head_dim": 256}, FLASH, None, ""),
+        (AttentionPlatform(HOPPER, "2.13.0", fa4=OLD), {"head_dim": 256}, FLASH, None, ""),
+        (AttentionPlatform(HOPPER, "2.15.0", fa4=OLD), {"head_dim": 256}, FLASH, None, ""),
         # What keeps to torch's own kernels.
-        (GpuStack(HOPPER, "2.13.0", fa3=True), {"exact": True}, FLASH, None, ""),
-        (GpuStack(HOPPER, "2.13.0", fa3=True), {"ring": True}, FLASH, None, ""),
-        (GpuStack(HOPPER, "2.13.0", fa3=True), {"requested": "varlen"}, FLASH, None, ""),
-        (GpuStack(HOPPER, "2.13.0", fa3=True), {"window": True}, FLASH, None, ""),
-        (GpuStack(HOPPER, "2.15.0"), {"window": True, "documents": False}, FLASH, None, ""),
-        (GpuStack(HOPPER, "2.13.0", fa3=True), {"requested": "sdpa"}, MASKED, None, ""),
-        (GpuStack(HOPPER, "2.13.0", fa3=True), {"dtype": FP32}, FLEX, None, ""),
-        (GpuStack(HOPPER, "2.13.0", fa3=True), {"dtype": FP16}, "FlashAttention-3", "FA3", ""),
-        (GpuStack(HOPPER, "2.13.0", fa3=True), {"head_dim": 20}, FLEX, None, ""),
-        (GpuStack(HOPPER, "2.13.0", fa3=True), {"sinks": True}, FLEX, None, ""),
-        (GpuStack((6, 0), "2.13.0"), {}, MASKED, None, ""),
+        (AttentionPlatform(HOPPER, "2.13.0", fa3=True), {"exact": True}, FLASH, None, ""),
+        (AttentionPlatform(HOPPER, "2.13.0", fa3=True), {"ring": True}, FLASH, None, ""),
+        (AttentionPlatform(HOPPER, "2.13.0", fa3=True), {"requested": "varlen"}, FLASH, None, ""),
+        (AttentionPlatform(HOPPER, "2.13.0", fa3=True), {"window": True}, FLASH, None, ""),
+        (
+            AttentionPlatform(HOPPER, "2.15.0"),
+            {"window": True, "documents": False},
+            FLASH,
+            None,
+            "",
+        ),
+        (AttentionPlatform(HOPPER, "2.13.0", fa3=True), {"requested": "sdpa"}, MASKED, None, ""),
+        (AttentionPlatform(HOPPER, "2.13.0", fa3=True), {"dtype": FP32}, FLEX, None, ""),
+        (
+            AttentionPlatform(HOPPER, "2.13.0", fa3=True),
+            {"dtype": FP16},
+            "FlashAttention-3",
+            "FA3",
+            "",
+        ),
+        (AttentionPlatform(HOPPER, "2.13.0", fa3=True), {"head_dim": 20}, FLEX, None, ""),
+        (AttentionPlatform(HOPPER, "2.13.0", fa3=True), {"sinks": True}, FLEX, None, ""),
+        (AttentionPlatform((6, 0), "2.13.0"), {}, MASKED, None, ""),
         # Without documents no package is requested.
-        (GpuStack(HOPPER, "2.13.0", fa3=True), {"documents": False}, CUDNN, None, ""),
-        (GpuStack(BLACKWELL, "2.13.0"), {"documents": False}, CUDNN, None, ""),
-        (GpuStack((8, 0), "2.13.0"), {"documents": False}, CHOSEN, None, ""),
-        (GpuStack((12, 0), "2.13.0"), {"documents": False}, CHOSEN, None, ""),
-        (GpuStack(HOPPER, "2.13.0"), {"documents": False, "dtype": FP32}, CHOSEN, None, ""),
-        (GpuStack(HOPPER, "2.13.0"), {"documents": False, "head_dim": 256}, CHOSEN, None, ""),
-        (GpuStack(HOPPER, "2.13.0"), {"documents": False, "exact": True}, CHOSEN, None, ""),
-        (GpuStack(HOPPER, "2.13.0"), {"documents": False, "ring": True}, FLASH, None, ""),
-        (GpuStack(HOPPER, "2.13.0"), {"sinks": True, "documents": False}, FLEX, None, ""),
+        (AttentionPlatform(HOPPER, "2.13.0", fa3=True), {"documents": False}, CUDNN, None, ""),
+        (AttentionPlatform(BLACKWELL, "2.13.0"), {"documents": False}, CUDNN, None, ""),
+        (AttentionPlatform((8, 0), "2.13.0"), {"documents": False}, CHOSEN, None, ""),
+        (AttentionPlatform((12, 0), "2.13.0"), {"documents": False}, CHOSEN, None, ""),
+        (
+            AttentionPlatform(HOPPER, "2.13.0"),
+            {"documents": False, "dtype": FP32},
+            CHOSEN,
+            None,
+            "",
+        ),
+        (
+            AttentionPlatform(HOPPER, "2.13.0"),
+            {"documents": False, "head_dim": 256},
+            CHOSEN,
+            None,
+            "",
+        ),
+        (
+            AttentionPlatform(HOPPER, "2.13.0"),
+            {"documents": False, "exact": True},
+            CHOSEN,
+            None,
+            "",
+        ),
+        (AttentionPlatform(HOPPER, "2.13.0"), {"documents": False, "ring": True}, FLASH, None, ""),
+        (AttentionPlatform(HOPPER, "2.13.0"), {"sinks": True, "documents": False}, FLEX, None, ""),
     ],
 )
 def test_choice(gpu, given, name, package, note):
@@ -109,7 +175,7 @@ def test_torch_is_told_and_told_back():
     attention.register_flash_attention_impl("FA3", register_fn=Handle)
     try:
         kernel = choose_kernel(
-            GpuStack(HOPPER, "2.15.0", fa3=True), "auto", BF16, 128, documents=True
+            AttentionPlatform(HOPPER, "2.15.0", fa3=True), "auto", BF16, 128, documents=True
         )
         with kernel_in_use(kernel) as used:
             assert used is kernel

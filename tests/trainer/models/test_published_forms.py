@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging
 
 from checkpointing import CheckpointError
-from trainer.models import ConfigError, Decoder, read_config
+from trainer.models import Decoder, ModelConfigError, read_config
 from trainer.models.model_files import files_without_tokenizer
 from trainer.models.parameter_names import apart
 from trainer.tools.generate import empty_model, load_weights
@@ -604,7 +604,7 @@ def test_what_is_refused_says_what_to_do(
 ) -> None:
     model, change, words = REFUSED[form]
     folder = made(published, tmp_path, model, change)
-    with pytest.raises((ConfigError, CheckpointError)) as refusal:
+    with pytest.raises((ModelConfigError, CheckpointError)) as refusal:
         load_as(read_config(folder).model_type, folder)
     told = str(refusal.value)
     assert str(folder) in told

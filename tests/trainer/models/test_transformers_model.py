@@ -17,13 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Mixtra
 from checkpointing.format.nf4 import quantise, rounded
 from tests.distributed.jobs import soak
 from tests.their_models import CONFIGS, QUICK, VOCABULARY, publish, separate, separate_loss
-from trainer.models import ConfigError, Decoder
+from trainer.models import Decoder, ModelConfigError
 from trainer.models import transformers_model as ours
 from trainer.models.adapter import add_adapters
 from trainer.models.loss import preference_loss
 from trainer.models.transformers_model import TransformersModel, document_runs
 from trainer.recipe import RecipeError, load_recipe
-from trainer.recipe.sections import Adapter, Objective
+from trainer.recipe.sections import AdapterSection, ObjectiveSection
 from trainer.tasks.model_blocks import repeated_blocks
 from trainer.tasks.text_model import build_text_model
 from trainer.tools.generate import empty_model, load_weights
@@ -137,7 +137,7 @@ def test_what_a_family_of_ours_does_not_compute_is_for_transformers(tmp_path: Pa
     assert model.draws
     for implementation, message in (("perdure", "attention_"), ("transformers", None)):
         if message:
-            with pytest.raises(ConfigError, match=message):
+            with pytest.raises(ModelConfigError, match=message):
                 built(tmp_path, f"model.implementation={implementation}")
         else:
             assert built(tmp_path, f"model.implementation={implementation}")[0].draws
@@ -152,7 +152,9 @@ def test_no_code_comes_with_a_checkpoint(tmp_path: Path) -> None:
     assert model.config._attn_implementation == "sdpa"
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "own"}))
-    with pytest.raises(ConfigError, match="knows no model_type 'own', and code in a checkpoint"):
+    with pytest.raises(
+        ModelConfigError, match="knows no model_type 'own', and code in a checkpoint"
+    ):
         built(tmp_path)
 
 
@@ -196,7 +198,7 @@ def test_what_is_refused_is_one_line(
     tmp_path: Path, model_type: str, keys: dict, overrides: list[str], message: str
 ) -> None:
     described(tmp_path, model_type, **keys)
-    with pytest.raises((RecipeError, ConfigError)) as refusal:
+    with pytest.raises((RecipeError, ModelConfigError)) as refusal:
         built(tmp_path, *overrides)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
@@ -206,7 +208,7 @@ def test_weights_that_transformers_makes_of_others_are_refused(tmp_path: Path) -
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
     MixtralForCausalLM(MixtralConfig(**sizes, **heads)).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"lack model.layers.0.mlp.\S+, which transformers"):
+    with pytest.raises(ModelConfigError, match=r"lack model.layers.0.mlp.\S+, which transformers"):
         built(tmp_path)
 
 
@@ -244,12 +246,12 @@ def test_names_as_published_without_the_first_part(tmp_path: Path) -> None:
 def test_adapters_of_its_linear_layers(tmp_path: Path) -> None:
     publish("phi", tmp_path)
     model = opened(tmp_path)
-    add_adapters(model, Adapter(rank=2, targets=("q_proj", "fc1"), base="fp32"), "fp32")
+    add_adapters(model, AdapterSection(rank=2, targets=("q_proj", "fc1"), base="fp32"), "fp32")
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     ends = [f"{layer}.lora_{part}" for layer in ("self_attn.q_proj", "mlp.fc1") for part in "AB"]
     assert {*trained} == {f"model.layers.{layer}.{end}" for layer in (0, 1) for end in ends}
     with pytest.raises(RecipeError, match="lm_head shares its weight with"):
-        add_adapters(tied(tmp_path / "tied"), Adapter(also=("lm_head",)))
+        add_adapters(tied(tmp_path / "tied"), AdapterSection(also=("lm_head",)))
 
 
 def tied(folder: Path) -> TransformersModel:
@@ -264,7 +266,7 @@ def test_what_is_under_its_adapters_may_be_in_nf4(tmp_path: Path) -> None:
     publish("phi", tmp_path)
     targets = ("q_proj", "fc1")  # whose rows are of whole blocks
     model = empty_model(tmp_path)
-    add_adapters(model, Adapter(rank=2, targets=targets, base="nf4"), "fp32")
+    add_adapters(model, AdapterSection(rank=2, targets=targets, base="nf4"), "fp32")
     plain, (ids, labels, documents) = opened(tmp_path), batch()
     packed = {n for n, p in model.named_parameters() if p.dtype == torch.uint8}
     ends = tuple(f"{name}.weight" for name in targets)
@@ -295,7 +297,7 @@ def test_preferences_between_answers(tmp_path: Path, name: str) -> None:
     model, (ids, labels, _) = opened(tmp_path).train(), batch()
     documents = (torch.arange(40) >= 17).long().expand(3, 40)  # two answers a row
     answers = documents + 2 * torch.arange(3)[:, None]
-    model.preference = Objective(name=name)
+    model.preference = ObjectiveSection(name=name)
     counts = torch.zeros(6, dtype=torch.int64).index_add(
         0, answers.flatten(), (labels.flatten() != -100).long()
     )

@@ -16,7 +16,7 @@ from trainer.optim.formats import BLOCK, in_float32, noise, places_of, portions_
 from trainer.optim.method import update
 from trainer.optim.optimizer import build_optimizer, state_of
 from trainer.optim.saved_state import own_targets
-from trainer.recipe import Optimizer
+from trainer.recipe import OptimizerSection
 
 HOWS = [("bf16", False), ("int8", False), ("int8", True)]
 
@@ -144,7 +144,7 @@ def whole_of(found):
 
 
 OPTIONS = [
-    (Optimizer(name=name, lr=1e-2, state_dtype=how), master)
+    (OptimizerSection(name=name, lr=1e-2, state_dtype=how), master)
     for name, how, master in (
         ("adamw", "bf16", torch.float32),
         ("adamw", "fp32", torch.bfloat16),
@@ -196,7 +196,7 @@ def test_shards_and_portions_show_in_no_bit(tmp_path, monkeypatch):
 )
 def test_one_kernel_rounds_as_portions_do(how, master, compiled, monkeypatch):
     """As on a GPU. Order of operations differs, so a number in a thousand may round otherwise."""
-    options = Optimizer(name="adamw", lr=1e-2, state_dtype=how)
+    options = OptimizerSection(name="adamw", lr=1e-2, state_dtype=how)
     wanted = trained(alone, options, master, exact=False)[2]
     monkeypatch.setattr(method.MethodOptimizer, "_compiles", lambda *_: True)
     if not compiled:
@@ -226,7 +226,7 @@ def alone(_, tensor):
 @pytest.mark.parametrize("here", ["fp32", "bf16", "int8"])
 def test_state_is_taken_over_in_another_format(there, here):
     def options(how):
-        return Optimizer(lr=1e-2, state_dtype=how)
+        return OptimizerSection(lr=1e-2, state_dtype=how)
 
     _, weights, before = trained(alone, options(there), torch.float32)
     copies = {name: nn.Parameter(one.detach().clone()) for name, one in weights.items()}
@@ -251,7 +251,7 @@ def test_state_is_taken_over_in_another_format(there, here):
 def test_what_is_planned_is_what_is_kept():
     for name in ("adamw", "muon"):
         for how in ("fp32", "bf16", "int8"):
-            options = Optimizer(name=name, lr=1e-2, state_dtype=how)
+            options = OptimizerSection(name=name, lr=1e-2, state_dtype=how)
             _, weights, found = trained(alone, options, torch.bfloat16)
             planned = state_of(weights, options)
             for fqn, weight in weights.items():

@@ -17,14 +17,14 @@ from trainer.optim.optimizer import set_rate
 from trainer.optim.own import build_own, describe_own
 from trainer.optim.saved_state import own_state, own_targets
 from trainer.optim.slices import is_elementwise, like_sharded
-from trainer.recipe import Optimizer, ParameterGroup, RecipeError
+from trainer.recipe import OptimizerSection, ParameterGroup, RecipeError
 
 SHAPES = (
     *((7, 5), (8, 6), (6,), (5, 4, 3), (1, 9), (4, 1), (2, 6), (1, 1), (2,)),
     *((4, 3, 2, 2), (5, 1, 3, 3), (1, 2, 3, 3)),  # kernels of convolutions
 )
 """With fewer rows than ranks, and rows that ranks cannot share evenly."""
-FACTORS = Optimizer(factory="torch.optim:Adafactor", lr=0.05)
+FACTORS = OptimizerSection(factory="torch.optim:Adafactor", lr=0.05)
 
 
 def trained(place, shapes, saved=None):
@@ -180,7 +180,7 @@ def weights(*shape):
 
 
 def own(name, **options):
-    return Optimizer(factory=f"{__name__}:{name}", lr=0.1, **options)
+    return OptimizerSection(factory=f"{__name__}:{name}", lr=0.1, **options)
 
 
 @pytest.mark.parametrize("name", ["Aliases", "Counting"])
@@ -251,7 +251,7 @@ def test_the_factorys_word_counts_for_rates_and_the_schedule_multiplies_it():
     assert "1 parameter(s) with lr 0.01, weight_decay 0.3;" in said
     assert "1 parameter(s) with lr 0.0001, weight_decay 0.01;" in said
 
-    adamw = Optimizer(factory="torch.optim:AdamW", lr=0.1, factory_options={"lr": 1e-3})
+    adamw = OptimizerSection(factory="torch.optim:AdamW", lr=0.1, factory_options={"lr": 1e-3})
     optimizer = build_own(parameters, adamw)
     set_rate(optimizer, 0.05)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-4)

@@ -20,10 +20,10 @@ from trainer.models.adapter import add_adapters
 from trainer.models.family import family_of
 from trainer.models.loss import head_cross_entropy
 from trainer.parallel import tensor
-from trainer.parallel.tensor import TensorGroup, VocabularyLoss
-from trainer.recipe import RecipeError, Strategy
+from trainer.parallel.tensor import TensorParallelGroup, TensorParallelLoss
+from trainer.recipe import RecipeError, StrategySection
 from trainer.recipe.architecture import Architecture
-from trainer.recipe.sections import Adapter
+from trainer.recipe.sections import AdapterSection
 
 SIZES = {
     **{"vocab_size": 18, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2},
@@ -36,7 +36,7 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-6) -> None:
     assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
-def compare_losses(rank: int, ranks: TensorGroup, mesh: DeviceMesh) -> None:
+def compare_losses(rank: int, ranks: TensorParallelGroup, mesh: DeviceMesh) -> None:
     sequence = ranks.sequence
     torch.manual_seed(0)
     hidden, weight = torch.randn(3, 8, 16), torch.randn(131, 16) * 3
@@ -48,7 +48,7 @@ def compare_losses(rank: int, ranks: TensorGroup, mesh: DeviceMesh) -> None:
     given = hidden.chunk(2, 1)[rank].clone() if sequence else hidden.clone()
     given.requires_grad_()
     cut = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
-    loss = VocabularyLoss(ranks)(given, cut, labels)
+    loss = TensorParallelLoss(ranks)(given, cut, labels)
     (loss * 5).backward()
     close(loss, expected)
     whole = wanted[0].grad
@@ -57,11 +57,11 @@ def compare_losses(rank: int, ranks: TensorGroup, mesh: DeviceMesh) -> None:
     assert isinstance(cut.grad, DTensor)
     close(cut.grad.full_tensor(), wanted[1].grad)  # type: ignore[arg-type]
     with torch.no_grad():
-        close(VocabularyLoss(ranks)(given, cut, labels), expected)
+        close(TensorParallelLoss(ranks)(given, cut, labels), expected)
     again = given.detach().requires_grad_()
     frozen = nn.Parameter(cut.detach(), requires_grad=False)
     with mock.patch.object(loss_module, "add_product") as made:
-        (VocabularyLoss(ranks)(again, frozen, labels) * 5).backward()
+        (TensorParallelLoss(ranks)(again, frozen, labels) * 5).backward()
     assert not made.called, "a frozen head needs no gradient"
     assert torch.equal(again.grad, given.grad)  # type: ignore[arg-type]
 
@@ -115,7 +115,7 @@ def compare_models(mesh: DeviceMesh, sequence: bool) -> None:
     gradients = {name: p.grad for name, p in model.named_parameters()}
     again = Own()
     again.load_state_dict(state)
-    tensor.apply(again, mesh["tp"], Strategy(tp=2, sequence_parallel=sequence))
+    tensor.apply(again, mesh["tp"], StrategySection(tp=2, sequence_parallel=sequence))
     fully_shard(again, mesh=mesh["dp_shard"])
     loss = again(ids)
     loss.backward()
@@ -138,7 +138,7 @@ def compare_families(mesh: DeviceMesh, sequence: bool) -> None:
         torch.manual_seed(0)
         model = Decoder(architecture)
         if name == "phi3":
-            add_adapters(model, Adapter(rank=2, base="fp32"))
+            add_adapters(model, AdapterSection(rank=2, base="fp32"))
         model.double()  # rounding in float32 reaches 2.5e-5 on some CPUs; norms stay in float32
         with torch.no_grad():
             for parameter in model.parameters():
@@ -149,7 +149,7 @@ def compare_families(mesh: DeviceMesh, sequence: bool) -> None:
         again = copy.deepcopy(model)
         expected = model(ids, ids.roll(-1, 1))
         expected.backward()
-        tensor.apply(again, mesh["tp"], Strategy(tp=2, sequence_parallel=sequence))
+        tensor.apply(again, mesh["tp"], StrategySection(tp=2, sequence_parallel=sequence))
         fully_shard(again, mesh=mesh["dp_shard"])
         loss = again(ids, ids.roll(-1, 1))
         loss.backward()
@@ -173,7 +173,7 @@ if __name__ == "__main__":
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
     for sequence, logits in product((False, True), (1 << 20, 300)):  # at once, and in chunks
         loss_module.most_logits = lambda _, most=logits: most  # type: ignore[attr-defined]
-        compare_losses(rank, TensorGroup(mesh["tp"], sequence), mesh["tp"])
+        compare_losses(rank, TensorParallelGroup(mesh["tp"], sequence), mesh["tp"])
     for sequence in (False, True):
         compare_models(mesh, sequence)
         compare_families(mesh, sequence)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from elastic.world import join_world, leave_world
 from trainer.data.packing import cu_seqlens_of
-from trainer.parallel.context import Ring
+from trainer.parallel.context import ContextParallelRing
 
 BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Relative to the largest element. Seen: 2e-15, 7e-7, 1e-2."""
@@ -22,7 +22,9 @@ def compare(group: dist.ProcessGroup, dtype: torch.dtype, length: int, documents
         for heads in (4, 4, 2, 2)
     )
     ids = (torch.rand(2, length, generator=draw) < documents * 4 / length).cumsum(1)
-    ring = Ring(group, cu_seqlens_of(ids) if documents else None, (2, length), q.device)
+    ring = ContextParallelRing(
+        group, cu_seqlens_of(ids) if documents else None, (2, length), q.device
+    )
     mine = torch.cat([torch.arange(part.start, part.stop) for part in ring.own])
     given = [x[:, mine].to(dtype).requires_grad_() for x in (q, k, v)]
     found = ring(*given)

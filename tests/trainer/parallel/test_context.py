@@ -15,7 +15,7 @@ from trainer.data.packing import cu_seqlens_of
 from trainer.models import Decoder
 from trainer.models.families.qwen3_moe import FAMILY
 from trainer.parallel.context import attention_blocks, chunks, problem_of
-from trainer.recipe.architecture import RopeScaling
+from trainer.recipe.architecture import RopeScalingSection
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=soak)])
@@ -87,7 +87,10 @@ def test_a_users_model_cannot_join() -> None:
     [
         ({"options": {"sliding_window": 64}}, None),
         ({"options": {"sliding_window": 63}}, "a sliding window of 63 tokens, and ring"),
-        ({"rope_scaling": RopeScaling(rope_type="dynamic", factor=2.0)}, "dynamic depends on the"),
+        (
+            {"rope_scaling": RopeScalingSection(rope_type="dynamic", factor=2.0)},
+            "dynamic depends on the",
+        ),
     ],
 )
 def test_a_ring_does_not_know_windows(changes: Any, message: str | None) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.trainer.models.test_moe import ARCHITECTURE, drawn
 from trainer.parallel import expert
 from trainer.parallel.activations import apply_activation_checkpointing
-from trainer.recipe import Strategy
+from trainer.recipe import StrategySection
 
 LAYERS = ARCHITECTURE.num_hidden_layers
 CHOICE, EXCHANGE, WAIT = "aten.topk.default", "c10d.alltoall_base_.default", "tolist"
@@ -60,7 +60,7 @@ def test_recomputation_reuses_the_routing(alone: None, mode: Any, again: bool) -
     ids, labels = torch.randint(0, 131, (2, 2, 24), generator=draw)
     plain, decoder = drawn().train(), drawn().train()
     plain(ids, labels)["loss"].backward()
-    expert.apply(decoder, init_device_mesh("cpu", (1,)), Strategy(ep=1))
+    expert.apply(decoder, init_device_mesh("cpu", (1,)), StrategySection(ep=1))
     apply_activation_checkpointing(decoder, list(decoder.blocks), mode, again=again, draws=False)
     with Seen() as seen, Waits() as waits:
         decoder(ids, labels)["loss"].backward()

@@ -8,7 +8,7 @@ import torch
 
 from trainer.parallel import pipeline
 from trainer.parallel.pipeline import neighbour_turns
-from trainer.parallel.schedules import COST, Action, arranged, schedule, simulate
+from trainer.parallel.schedules import COST, PipelineAction, arranged, schedule, simulate
 
 
 @pytest.mark.parametrize("around", [False, True])
@@ -58,10 +58,10 @@ def queue_of(monkeypatch, rank, orders, around):
     for kind, stage, number in orders[rank]:
         after = stage + (1 if kind == "F" else -1)
         if (stage if kind == "F" else top - stage) > 0:
-            messages.receive(Action(kind, stage, number))
+            messages.receive(PipelineAction(kind, stage, number))
         asked.append(COST[kind])
         if 0 <= after <= top:
-            messages.send(Action(kind, after, number), [torch.empty(1)])
+            messages.send(PipelineAction(kind, after, number), [torch.empty(1)])
     messages.finish()
     return asked
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.parallel.schedules import (
-    Action,
+    PipelineAction,
     arranged,
     bubble_formula,
     cut,
@@ -16,7 +16,7 @@ from trainer.parallel.schedules import (
     schedule,
     simulate,
 )
-from trainer.recipe import Strategy
+from trainer.recipe import StrategySection
 from trainer.recipe.strategies import pp
 from trainer.run.build import idle_share
 from trainer.run.speed import bubble
@@ -36,7 +36,7 @@ def test_orders(pipeline):
     orders = schedule(*pipeline)
     kinds = "FIW" if name == "zero_bubble" else "FB"
     every = {
-        Action(kind, stage, number)
+        PipelineAction(kind, stage, number)
         for kind in kinds
         for stage in range(ranks * per_rank)
         for number in range(count)
@@ -74,7 +74,7 @@ def test_each_message_is_received_in_the_order_of_sending(pipeline):
     kinds = "FI" if name == "zero_bubble" else "FB"
     stages = range(ranks * per_rank)
     assert received == Counter(
-        Action(kind, stage, number)
+        PipelineAction(kind, stage, number)
         for kind in kinds
         for stage in (stages[1:] if kind == "F" else stages[:-1])
         for number in range(count)
@@ -111,7 +111,7 @@ def test_stages_are_cut_by_cost(costs, data):
 
 def test_what_a_run_says_first_goes_by_the_cost_of_its_stages():
     """The head of a small model is much of it: the other ranks wait for the last one."""
-    strategy = Strategy(pp=2)
+    strategy = StrategySection(pp=2)
     said = [pp.describe(strategy, idle_share(strategy, 8, [1.0, last])) for last in (1.0, 3.0)]
     assert said[0] == "pp=2 1f1b (ranks idle for 11% of a step)"
     # The last takes 3 x 3 for each of 8, and waits for the first forward; the first works for 24.

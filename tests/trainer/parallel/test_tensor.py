@@ -12,7 +12,7 @@ from tests.distributed.jobs import Job
 from tests.trainer.parallel.cut import Own
 from trainer.models import Decoder
 from trainer.parallel.tensor import kinds_of
-from trainer.recipe import Optimizer, RecipeError, Strategy
+from trainer.recipe import OptimizerSection, RecipeError, StrategySection
 from trainer.recipe.architecture import Architecture
 from trainer.run.preflight import check_growth
 
@@ -82,7 +82,7 @@ def test_a_plan_leaves_nothing_out() -> None:
 def test_a_vocabulary_that_a_larger_world_could_not_cut_is_refused_at_the_start() -> None:
     """Three nodes of two ranks can, and a fourth would end the job."""
     recipe = SimpleNamespace(
-        strategy=Strategy(tp=2), sharding="FULL_SHARD", optimizer=Optimizer(lr=1e-3)
+        strategy=StrategySection(tp=2), sharding="FULL_SHARD", optimizer=OptimizerSection(lr=1e-3)
     )
     with torch.device("meta"):
         odd, even = (Decoder(architecture(vocab_size=size)) for size in (257, 258))

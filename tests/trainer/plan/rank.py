@@ -24,7 +24,7 @@ from trainer.parallel import pipeline
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallelize import parallelize
 from trainer.plan import predict
-from trainer.plan.storages import LiveTensors, nbytes, storages
+from trainer.plan.storages import PlanLiveTensors, nbytes, storages
 from trainer.recipe import load_recipe
 from trainer.tasks.task import bare_model
 
@@ -70,7 +70,9 @@ def measure(recipe, world):
         message = forward.call.args[1] if model.pipeline else ()
         # Of a pipeline those of all micro-batches under way, and what it has received for them.
         live.label = "forward"
-        with LiveTensors() if followed and not model.pipeline else nullcontext() as followed_pass:
+        with (
+            PlanLiveTensors() if followed and not model.pipeline else nullcontext() as followed_pass
+        ):
             found = forward(batch)
         live.label = ""
         if followed and model.pipeline:
@@ -92,7 +94,7 @@ def measure(recipe, world):
         return plain[name](links, tensor, peer)
 
     counting = {name: partialmethod(partial(counted, name)) for name in plain}
-    with LiveTensors() as live, patch.multiple(links, **counting):
+    with PlanLiveTensors() as live, patch.multiple(links, **counting):
         for step in range(3):
             live.peak = sent = 0
             for forward in model.run([batch] * plan.passes, train=True):

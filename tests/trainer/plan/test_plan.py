@@ -29,7 +29,7 @@ from trainer.plan.costs import (
     TAKEN_SHARE,
     describe_machine,
 )
-from trainer.plan.imagined_ranks import ImaginedRanks, imagined_ranks
+from trainer.plan.imagined_ranks import PlannedRanks, imagined_ranks
 from trainer.plan.search import (
     ROOM,
     _enough_nodes,
@@ -39,8 +39,8 @@ from trainer.plan.search import (
 )
 from trainer.plan.times import exchange_seconds
 from trainer.plan.trace import trace
-from trainer.plan.traffic import Collective, traffic_of
-from trainer.recipe import RecipeError, Strategy, load_recipe
+from trainer.plan.traffic import PlannedCollective, traffic_of
+from trainer.recipe import RecipeError, StrategySection, load_recipe
 from trainer.tools.plan_text import plan_json, plan_text
 
 ROOT = Path(__file__).parents[3]
@@ -71,7 +71,7 @@ def test_large_models_need_no_machine():
 def test_all_that_a_strategy_of_layers_sends_is_recorded():
     """Or it fails: none goes uncounted. Of experts the rows are recorded, not their counts."""
     sent = []
-    x, group = torch.empty(6), ImaginedRanks(3)
+    x, group = torch.empty(6), PlannedRanks(3)
     with imagined_ranks(lambda *message: sent.append(message), None):
         tensor.dist.all_to_all_single(torch.empty(6), x, group=group)
         tensor.dist.all_reduce(x, group=group)
@@ -175,7 +175,7 @@ def test_a_gpu_of_24_gb_takes_qlora(tmp_path):
     assert in_nf4 == 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)
     assert blueprint.trained_count == trained == 43_646_976
     # Gathering sends the bytes, not numbers in bf16: in four passes, forward and backward.
-    recipe = dataclasses.replace(recipe, strategy=Strategy(sharding="FULL_SHARD"))
+    recipe = dataclasses.replace(recipe, strategy=StrategySection(sharding="FULL_SHARD"))
     layout = layout_of(recipe, 8, 8, "cuda")
     traffic = traffic_of([stage_of(blueprint, range(36), recipe.strategy)], recipe, layout)
     gathered = sum(collective.payload for collective in (*traffic.forward, *traffic.backward))
@@ -501,9 +501,9 @@ def test_documents_cost_no_activations(name, length):
 
 def test_rings_are_as_slow_as_their_slowest_link():
     machine = describe_machine("8xH100", 2, "bf16", net="400Gb/s")
-    inside = Collective(8 * 10**9, 1, ranks=8, stride=1)
-    across = Collective(16 * 10**9, 1, ranks=16, stride=1)
-    replicas = Collective(2 * 10**9, 2, ranks=2, stride=8)
+    inside = PlannedCollective(8 * 10**9, 1, ranks=8, stride=1)
+    across = PlannedCollective(16 * 10**9, 1, ranks=16, stride=1)
+    replicas = PlannedCollective(2 * 10**9, 2, ranks=2, stride=8)
     wire = dataclasses.replace(machine, call=0, hop=0, hop_between=0)
     assert inside.seconds(wire) == pytest.approx(7e9 / (450e9 * 0.8))
     assert across.seconds(wire) == pytest.approx(15e9 / (50e9 * 0.8))
@@ -513,7 +513,7 @@ def test_rings_are_as_slow_as_their_slowest_link():
     steps = [one.seconds(late) - one.seconds(wire) for one in (inside, across, replicas)]
     assert steps == pytest.approx([1 + 7 * 10, 1 + PLATEAU * (14 * 10 + 100), 1 + 2 * 100])
     # An all-reduce over many nodes goes up and down a tree of them.
-    many = Collective(10**9, 2, ranks=1024, stride=1, calls=3)
+    many = PlannedCollective(10**9, 2, ranks=1024, stride=1, calls=3)
     across_many = dataclasses.replace(late, nodes=128)
     assert many.latency(across_many) == 1 + 2 * (7 * 10 + 7 * 100)
     assert many.seconds(across_many) - many.seconds(wire) == pytest.approx(3 * 1541)

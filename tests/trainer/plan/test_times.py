@@ -11,7 +11,7 @@ from trainer.parallel.schedules import arranged, schedule, simulate
 from trainer.plan import predict
 from trainer.plan.blueprint import read_blueprint
 from trainer.plan.costs import DEFAULT_NET, describe_machine
-from trainer.plan.search import Candidate
+from trainer.plan.search import PlanCandidate
 from trainer.plan.trace import trace
 from trainer.recipe import load_recipe
 
@@ -64,7 +64,7 @@ def test_zero_3_of_405b_is_not_first_over_512_ranks_of_one_sequence():
         recipe = load_recipe(path, [*overrides, "batch.micro_batch=1"])
         blueprint = blueprint or read_blueprint(recipe)
         seen = predict(recipe, 1024, 8, machine=machine, device="cuda", blueprint=blueprint)
-        assert Candidate("", recipe, seen).fits(machine)
+        assert PlanCandidate("", recipe, seen).fits(machine)
         found.append(seen)
     zero3, faster = found
     assert zero3.passes == 1

@@ -10,7 +10,7 @@ import torch
 from trainer.optim.own import build_own
 from trainer.optim.schedule import build_schedule
 from trainer.optim.slices import is_elementwise
-from trainer.recipe import Optimizer, RecipeError, Schedule
+from trainer.recipe import OptimizerSection, RecipeError, ScheduleSection
 from trainer.recipe.factory import call_factory
 
 SOUND = "def build(size=1):\n    return size\n"
@@ -107,7 +107,7 @@ def test_a_step_that_fails_is_told_before_anything_starts(folder, broken, told):
     (folder / "mine.py").write_text(OPTIMIZER.replace("BREAK", broken))
     parameters = {"weight": torch.nn.Parameter(torch.zeros(3, 2))}
     with pytest.raises(RecipeError) as error:
-        build_own(parameters, Optimizer(lr=1.0, factory="mine:Mine"))
+        build_own(parameters, OptimizerSection(lr=1.0, factory="mine:Mine"))
     assert f"the step of mine:Mine fails at {folder}/mine.py:14: {told}" in str(error.value)
 
 
@@ -115,7 +115,7 @@ def test_what_it_keeps_in_itself_is_refused(folder):
     (folder / "mine.py").write_text(OPTIMIZER.replace("BREAK", "group['seen'] = self.steps"))
     parameters = {"weight": torch.nn.Parameter(torch.ones(3, 2))}
     with pytest.raises(RecipeError, match="Mine changes steps of the optimizer itself"):
-        build_own(parameters, Optimizer(lr=1.0, factory="mine:Mine"))
+        build_own(parameters, OptimizerSection(lr=1.0, factory="mine:Mine"))
 
 
 @pytest.mark.parametrize(("least", "most"), [(0.0, 20.0), (0.02, 1e9), (0.0, 1e9)])
@@ -145,8 +145,8 @@ def test_each_of_a_thousand_rates_is_looked_at(folder, rate, told):
     (folder / "mine.py").write_text(f"def build(steps, lr):\n    return lambda step: {rate}\n")
     recipe = SimpleNamespace(
         run=SimpleNamespace(steps=1000),
-        optimizer=Optimizer(lr=1.0),
-        schedule=replace(Schedule(), factory="mine:build"),
+        optimizer=OptimizerSection(lr=1.0),
+        schedule=replace(ScheduleSection(), factory="mine:build"),
     )
     with pytest.raises(RecipeError) as error:
         build_schedule(recipe, 1000)

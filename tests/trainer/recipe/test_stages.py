@@ -5,9 +5,9 @@ import json
 import pytest
 
 from trainer.recipe import RecipeError, dump_recipe
-from trainer.recipe.data_change import DataChange, parsed, plain, with_changes
-from trainer.recipe.sections import DataStage, Source
-from trainer.recipe.stages import StageRow, ordered, table
+from trainer.recipe.data_change import RecipeDataChange, parsed, plain, with_changes
+from trainer.recipe.sections import DataStageSection, SourceSection
+from trainer.recipe.stages import RecipeStageRow, ordered, table
 from trainer.recipe.yaml_tree import read_tree
 
 SOURCES = "data.sources=[{path: d/new}, {path: d/c/}, {path: b}, {name: a, path: s3://x/y}]"
@@ -27,9 +27,9 @@ def test_data_sets_are_numbered_as_stages_name_them(recipe, tmp_path):
     found = recipe(*staged(FIRST, SECOND, LAST))
     assert [source.called for source in ordered(found.data)] == ["b", "a", "new", "c"]
     assert table(found.data) == [
-        StageRow(0, {1: 0.7, 0: 0.3}, {0: 0, 1: 1}),
-        StageRow(30, {1: 0.7, 0: 0.3}, {2: 0}),
-        StageRow(50, {3: 2.0, 1: 1.0}, {3: 3}),
+        RecipeStageRow(0, {1: 0.7, 0: 0.3}, {0: 0, 1: 1}),
+        RecipeStageRow(30, {1: 0.7, 0: 0.3}, {2: 0}),
+        RecipeStageRow(50, {3: 2.0, 1: 1.0}, {3: 3}),
     ]
     (tmp_path / "again.yaml").write_text(dump_recipe(found))
     assert read_tree(tmp_path / "again.yaml")[0]["data"]["stages"][1]["append"] == {"b": ["new"]}
@@ -69,26 +69,32 @@ def test_a_wrong_table_is_named_by_its_key(recipe, stages, what):
 def test_a_change_is_a_stage_from_where_it_begins(recipe):
     """Before a later stage, inside one, and at a border; a second time it changes nothing."""
     one, shares = recipe("data.sources=[{path: b, weight: 2}, {path: a}]"), {"b": 2.0, "a": 1.0}
-    first = DataChange(name="1", begin=30, weights={"c": 1.0}, sources=(Source(path="/d/c"),))
-    second = DataChange(name="2", begin=20, append={"a": ("new",)}, sources=(Source(path="new"),))
+    first = RecipeDataChange(
+        name="1", begin=30, weights={"c": 1.0}, sources=(SourceSection(path="/d/c"),)
+    )
+    second = RecipeDataChange(
+        name="2", begin=20, append={"a": ("new",)}, sources=(SourceSection(path="new"),)
+    )
     found = with_changes(one, [first, second], "changes")
     assert [source.path for source in found.data.sources] == ["b", "a", "/d/c", "new"]
     assert found.data.stages == (
-        DataStage(until=20, weights=shares),
-        DataStage(until=30, append={"a": ("new",)}),
-        DataStage(weights={"c": 1.0}),
+        DataStageSection(until=20, weights=shares),
+        DataStageSection(until=30, append={"a": ("new",)}),
+        DataStageSection(weights={"c": 1.0}),
     )
-    assert table(found.data)[0] == StageRow(0, {0: 2.0, 1: 1.0}, {0: 0, 1: 1})
+    assert table(found.data)[0] == RecipeStageRow(0, {0: 2.0, 1: 1.0}, {0: 0, 1: 1})
     assert with_changes(found, [first, second], "changes") == found
-    third = DataChange(name="3", begin=30, weights={"a": 4.0, "c": 1.0})
+    third = RecipeDataChange(name="3", begin=30, weights={"a": 4.0, "c": 1.0})
     changed = with_changes(found, [first, second, third], "changes")
-    assert changed.data.stages[2] == DataStage(weights={"a": 4.0, "c": 1.0})
+    assert changed.data.stages[2] == DataStageSection(weights={"a": 4.0, "c": 1.0})
     assert with_changes(changed, [first, second, third], "changes") == changed
-    fourth = DataChange(name="4", begin=20, append={"a": ("d",)}, sources=(Source(path="d"),))
+    fourth = RecipeDataChange(
+        name="4", begin=20, append={"a": ("d",)}, sources=(SourceSection(path="d"),)
+    )
     grown = with_changes(found, [first, second, fourth], "changes")
-    assert grown.data.stages[1] == DataStage(until=30, append={"a": ("new", "d")})
+    assert grown.data.stages[1] == DataStageSection(until=30, append={"a": ("new", "d")})
     with pytest.raises(RecipeError, match=r"data\.stages\.1\.weights: there is no source 'd'"):
-        with_changes(one, [DataChange(name="5", begin=9, weights={"d": 1.0})], "changes")
+        with_changes(one, [RecipeDataChange(name="5", begin=9, weights={"d": 1.0})], "changes")
     assert parsed(plain([first, second])) == [first, second]
     for wrong in ([{"name": "6"}], [{**plain([first])[0], "begin": 0}], {}, [1]):
         with pytest.raises(ValueError, match="not a valid change of the data"):

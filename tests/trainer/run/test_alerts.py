@@ -10,13 +10,13 @@ import yaml
 
 from elastic import Ledger, StartLine
 from trainer.recipe.value_types import (
-    FailureAlert,
-    SilenceAlert,
-    ThresholdAlert,
+    RecipeFailureAlert,
+    RecipeSilenceAlert,
+    RecipeThresholdAlert,
     parse_condition,
 )
-from trainer.run.alerts import Alerts
-from trainer.run.events import LedgerSummary
+from trainer.run.alerts import AlertSink
+from trainer.run.events import RunEventSummary
 from trainer.run.trackers import to_sink
 
 SIZE = {"global_batch": 8, "world_size": 2}
@@ -26,11 +26,11 @@ CAUSE = {"rank": 1, "why": "SIGKILL"}
 def test_the_standing_of_a_run(tmp_path):
     """Steps 1 to 3 of a second each; a failure takes one back, a roll-back another."""
     path, now = tmp_path / "ledger.jsonl", time.time()
-    assert LedgerSummary(tmp_path).at(now) == {}
+    assert RunEventSummary(tmp_path).at(now) == {}
     with Ledger(path, StartLine(step=0, sequences=0, at=now - 10, **SIZE)) as ledger:
         for step in (1, 2, 3):
             ledger.step(step, 8 * (step - 1), 8 * step, 1.0, loss=2.5, skipped="")
-    standing = LedgerSummary(tmp_path)
+    standing = RunEventSummary(tmp_path)
     first = standing.at(now)
     assert first.pop("goodput") == pytest.approx(0.3)
     assert first == {"attempt": 1, "world_size": 2, "failures": 0, "steps_lost": 0}
@@ -46,10 +46,10 @@ def test_the_standing_of_a_run(tmp_path):
 
 
 def test_conditions_say_what_they_mean():
-    assert parse_condition("loss > 8") == ThresholdAlert("loss", True, 8.0)
-    assert parse_condition("goodput<9e-1") == ThresholdAlert("goodput", False, 0.9)
-    assert parse_condition("no step for 10 min") == SilenceAlert(600.0)
-    assert parse_condition(" failure ") == FailureAlert()
+    assert parse_condition("loss > 8") == RecipeThresholdAlert("loss", True, 8.0)
+    assert parse_condition("goodput<9e-1") == RecipeThresholdAlert("goodput", False, 0.9)
+    assert parse_condition("no step for 10 min") == RecipeSilenceAlert(600.0)
+    assert parse_condition(" failure ") == RecipeFailureAlert()
     for wrong in ("loss", "loss > high", "loss >= 8", "no step for 10 days", "failures"):
         assert parse_condition(wrong) is None
 
@@ -63,7 +63,7 @@ def test_alerts_come_once_until_it_is_over(tmp_path, capsys):
     recipe = {"tracking": {"name": None, "alerts": alerts}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     metrics, moment = tmp_path / "metrics.jsonl", time.time()
-    turns = to_sink(Alerts(tmp_path), tmp_path, 0.0)
+    turns = to_sink(AlertSink(tmp_path), tmp_path, 0.0)
 
     def turn(*losses):
         nonlocal moment
@@ -111,7 +111,7 @@ def test_commands_that_hang_or_flood(tmp_path, monkeypatch, capfd, command, why)
     (tmp_path / "recipe.yaml").write_text(
         yaml.safe_dump({"tracking": {"name": None, "alerts": alerts}})
     )
-    Alerts(tmp_path).record(1, {"time": time.time(), "loss": 9.0})
+    AlertSink(tmp_path).record(1, {"time": time.time(), "loss": 9.0})
     said = capfd.readouterr()
     assert said.err == ""
     assert said.out == f"warning: tracking.alerts.0: its command {why}; training continues\n"

@@ -11,14 +11,14 @@ from elastic import Pulse, StartLine
 from elastic.node.progress import PAUSE, PAUSE_TO_LEAVE
 from elastic.world import ROUND
 from trainer.recipe import RecipeError
-from trainer.recipe.data_change import CHANGES, REQUEST, DataChange, plain
-from trainer.recipe.sections import Source
-from trainer.run.data_changes import DataChanges
-from trainer.run.metrics import Log
+from trainer.recipe.data_change import CHANGES, REQUEST, RecipeDataChange, plain
+from trainer.recipe.sections import SourceSection
+from trainer.run.data_changes import RunDataChanges
+from trainer.run.metrics import RunLog
 from trainer.run.provenance import read_changes
 
-NEW = (Source(path="/no/new"),)
-CHANGE = DataChange(name="x", begin=24, weights={"data": 1.0})
+NEW = (SourceSection(path="/no/new"),)
+CHANGE = RecipeDataChange(name="x", begin=24, weights={"data": 1.0})
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def answer(recipe, pulse, request):
     text = request if isinstance(request, str) else json.dumps(request)
     path.write_text(text)
     start = StartLine(step=0, sequences=0, global_batch=8, world_size=1)
-    with Log(recipe, start, silent=False) as log:
-        changes = DataChanges(
+    with RunLog(recipe, start, silent=False) as log:
+        changes = RunDataChanges(
             SimpleNamespace(
                 recipe=recipe, written=recipe, world=SimpleNamespace(is_main=True), pulse=pulse,
                 progress=SimpleNamespace(step=1, sequences=8), log=log,
@@ -77,7 +77,10 @@ def test_a_change_in_time_is_accepted_once(asked):
         (replace(CHANGE, begin=2**53 + 1), "0.begin: Input should be less than"),
         (replace(CHANGE, weights={"new": 1.0}, sources=NEW), "rank 0 sees no data set at /no/new"),
         (replace(CHANGE, weights={"data": 1, "new": 1e-9}, sources=NEW), "new would have none of"),
-        (replace(CHANGE, sources=(Source(path="/no/data"),)), "has a data set named 'data' in /"),
+        (
+            replace(CHANGE, sources=(SourceSection(path="/no/data"),)),
+            "has a data set named 'data' in /",
+        ),
         ({"begin": 24}, "not a valid change of the data"),
         ("[" * 100_000, "nested too deep"),
         ("alone", "nothing starts this run again after a pause"),
@@ -87,7 +90,7 @@ def test_another_is_refused_with_a_reason(asked, monkeypatch, change, why):
     if change == "alone":
         monkeypatch.delenv(ROUND)
         change = CHANGE
-    line, one, pulse = asked(plain([change])[0] if isinstance(change, DataChange) else change)
+    line, one, pulse = asked(plain([change])[0] if isinstance(change, RecipeDataChange) else change)
     assert why in line["refused"]
     assert pulse.pause_request == 0
     assert read_changes(one) == []

@@ -4,7 +4,7 @@ import math
 
 from elastic import Ledger, StartLine
 from trainer.run import events
-from trainer.run.events import End, EventReader, Restart, RollBack, Save, Step, Validation
+from trainer.run.events import End, Restart, RollBack, RunEventReader, Save, Step, Validation
 
 
 def test_a_run_in_events(tmp_path):
@@ -23,7 +23,7 @@ def test_a_run_in_events(tmp_path):
     cause = {"rank": 1, "why": "SIGKILL"}
     with Ledger(path, StartLine(step=1, sequences=8, at=200.0, cause=cause, **size)):
         pass
-    reader = EventReader()
+    reader = RunEventReader()
     found = [reader.event(line) for line in path.read_bytes().splitlines()]
     begun, step, skipped, back, validation, saved, failed, end, restart = filter(None, found)
     assert begun == events.Start(0, 100.0, 2, 1)

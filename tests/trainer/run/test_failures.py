@@ -8,15 +8,15 @@ import pytest
 
 from checkpointing import SaveFailed, SaveOutcome
 from elastic import EXIT_DO_NOT_REQUEUE, EXIT_FAILED, EXIT_WRONG_INPUT, StartLine
-from elastic.node.progress import ProgressPage, Pulse
-from elastic.node.recall import RecallSocket
+from elastic.node.progress import NodeProgressPage, Pulse
+from elastic.node.recall import NodeRecallSocket
 from trainer.data.shards import DataError
 from trainer.recipe import load_recipe
-from trainer.recipe.factory import OwnCodeError
-from trainer.run.failures import FailureReport
-from trainer.run.metrics import Log
+from trainer.recipe.factory import RecipeFactoryError
+from trainer.run.failures import RunFailureReport
+from trainer.run.metrics import RunLog
 from trainer.run.saves import caught_up, finish_saves
-from trainer.run.state import Progress
+from trainer.run.state import RunProgress
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 
@@ -29,25 +29,31 @@ def test_steps_that_are_computed_again_are_not_saved_and_no_report_keeps_a_run_f
 
 def test_why_the_last_save_failed_is_said_once(capsys, tmp_path):
     """Its record, its rank and its agent all tell of it."""
-    page, errors = ProgressPage.make(), [f"saving step {step} failed: disk full" for step in (6, 7)]
+    page, errors = (
+        NodeProgressPage.make(),
+        [f"saving step {step} failed: disk full" for step in (6, 7)],
+    )
 
     def wait():
         raise SaveFailed(errors[1], 0)
 
     recipe = load_recipe(RECIPE, [f"run.dir={tmp_path}", "tracking.tensorboard=false"])
     start = StartLine(step=0, sequences=0, global_batch=8, world_size=1, data="")
-    with Log(recipe, start, [], silent=False) as log:
+    with RunLog(recipe, start, [], silent=False) as log:
         run = SimpleNamespace(
             checkpointer=SimpleNamespace(
                 wait=wait, outcomes=lambda: [SaveOutcome(6 + n, None, errors[n], 0) for n in (0, 1)]
             ),
             log=log,
-            progress=Progress(step=7),
+            progress=RunProgress(step=7),
             pulse=Pulse(page, 0),
         )
         with pytest.raises(SaveFailed) as failed:
             finish_saves(run)
-    assert FailureReport(Pulse(page, 0), 0, RecallSocket(None)).send(failed.value) == EXIT_FAILED
+    assert (
+        RunFailureReport(Pulse(page, 0), 0, NodeRecallSocket(None)).send(failed.value)
+        == EXIT_FAILED
+    )
     said = capsys.readouterr()
     assert said.out == f"warning: {errors[0]}\n"
     assert said.err == f"error: {errors[1]}; the same command resumes\n"
@@ -77,7 +83,7 @@ def raised_from(cause, error):
             "0.tokens: token 9\n",
         ),
         (
-            raised_from(KeyError("rows"), OwnCodeError("data.factory: sample 3 fails")),
+            raised_from(KeyError("rows"), RecipeFactoryError("data.factory: sample 3 fails")),
             EXIT_DO_NOT_REQUEUE,
             "KeyError: 'rows'",
             "error: data.factory: sample 3 fails\n",
@@ -85,10 +91,10 @@ def raised_from(cause, error):
     ],
 )
 def test_an_error_is_told_before_what_it_unwinds_waits(capsys, error, code, first, last):
-    page = ProgressPage.make()
+    page = NodeProgressPage.make()
     pulse = Pulse(page, 0)
     pulse.report(15, "step")
-    failure_report = FailureReport(pulse, 3, RecallSocket(None))
+    failure_report = RunFailureReport(pulse, 3, NodeRecallSocket(None))
 
     class Waits:
         def __enter__(self):

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.group.batch_plan import plan_batch
-from trainer.run.speed import StragglerState, compare_ranks
+from trainer.run.speed import RunStragglerState, compare_ranks
 
 
 def said(*windows, sequences=None):
     """What is said after each window."""
-    pace, sentences = StragglerState(), []
+    pace, sentences = RunStragglerState(), []
     for seconds in windows:
         pace, new = compare_ranks(pace, seconds, sequences)
         sentences.append(new)

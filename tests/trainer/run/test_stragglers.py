@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from elastic.group.batch_plan import plan_batch
 from tests.checkpointing.worlds import run_ranks
 from trainer.parallel.mesh import PIPELINE, REPLICATE, Mesh
-from trainer.run.speed import SpeedRecorder
-from trainer.run.state import Progress
+from trainer.run.speed import RunSpeedRecorder
+from trainer.run.state import RunProgress
 
 
 def slow_ranks(rank: int, slower: dict[int, float], pp: int = 1) -> set[int]:
@@ -21,12 +21,12 @@ def slow_ranks(rank: int, slower: dict[int, float], pp: int = 1) -> set[int]:
     told: list[str] = []
     ranks = init_device_mesh("cpu", (2, pp), mesh_dim_names=(REPLICATE, PIPELINE))
     run = SimpleNamespace(
-        plan=plan, progress=Progress(), mesh=Mesh(ranks, share, 2, dist.group.WORLD, 2),
+        plan=plan, progress=RunProgress(), mesh=Mesh(ranks, share, 2, dist.group.WORLD, 2),
         world=SimpleNamespace(device=torch.device("cpu"), rank=rank, world_size=2 * pp),
         log=SimpleNamespace(event=lambda _step, _event, what: told.append(what)),
         model=SimpleNamespace(pipeline=None), micro_batches=[micro],
     )  # fmt: skip
-    speed = SpeedRecorder(run)
+    speed = RunSpeedRecorder(run)
     compute = len(micro.positions) * slower.get(rank, 1.0) * (1 + 6 * stage)
     speed._window.results = [SimpleNamespace(gradients=SimpleNamespace(compute=compute))]
     for _ in range(4):

@@ -12,13 +12,13 @@ import transformers
 from torch import nn
 
 from elastic import Pulse
-from elastic.node.progress import ProgressPage
+from elastic.node.progress import NodeProgressPage
 from tests.distributed.jobs import RECIPE
 from trainer.data.sample_stream import count_of
 from trainer.parallel.parallel_model import ParallelModel
 from trainer.recipe import RecipeError, load_recipe
-from trainer.recipe.factory import OwnCodeError
-from trainer.recipe.sections import Precision
+from trainer.recipe.factory import RecipeFactoryError
+from trainer.recipe.sections import PrecisionSection
 from trainer.tasks.own_model import (
     check_forward,
     check_signature,
@@ -145,7 +145,7 @@ class Halves(nn.Module):
 
 @pytest.mark.parametrize("low", [True, False])
 def test_half_precision_becomes_float32(recipe, low):
-    recipe = replace(recipe, precision=Precision(dtype="bf16" if low else "fp32"))
+    recipe = replace(recipe, precision=PrecisionSection(dtype="bf16" if low else "fp32"))
     model = Halves()
     before = {name: one.clone() for name, one in model.state_dict().items()}
     notes = keep_in_float32(recipe, model, "own:make")
@@ -220,7 +220,7 @@ def test_models_that_shift_labels_themselves_are_known():
 
 
 def test_in_the_first_step_of_a_run_it_is_wrong_input_and_later_an_error(recipe):
-    page = ProgressPage.make()
+    page = NodeProgressPage.make()
     pulse = Pulse(page, 0)
 
     def step(function, first):
@@ -235,8 +235,8 @@ def test_in_the_first_step_of_a_run_it_is_wrong_input_and_later_an_error(recipe)
         step(wrong_shapes, True)
     assert page.read(0).step == 0, "the agent ends the job: no step has begun"
     for function, first, error in (
-        (wrong_shapes, False, OwnCodeError),
-        (leaves, False, OwnCodeError),
+        (wrong_shapes, False, RecipeFactoryError),
+        (leaves, False, RecipeFactoryError),
         (has_a_gpu_alone, True, RuntimeError),
     ):
         with pytest.raises(error):

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM
 
 from trainer.models import (
-    ConfigError,
     Decoder,
+    ModelConfigError,
     config_json,
     generation_config_json,
     init_parameter,
@@ -159,7 +159,7 @@ def test_what_cannot_be_sampled_is_refused_before_the_first_piece(
         generate(tmp_path / "missing", PROMPT)
 
     (checkpoint / "generation_config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"generation_config\.json: not a JSON object"):
+    with pytest.raises(ModelConfigError, match=r"generation_config\.json: not a JSON object"):
         generate(checkpoint, PROMPT)
     (checkpoint / "tokenizer.json").write_text("{")
     with pytest.raises(GenerateError, match=r"tokenizer\.json: not a tokenizer"):
@@ -168,5 +168,5 @@ def test_what_cannot_be_sampled_is_refused_before_the_first_piece(
     with pytest.raises(GenerateError, match=r"has no tokenizer\.json"):
         generate(checkpoint, PROMPT)
     (checkpoint / "config.json").write_text('{"model_type": "gtp2"}')
-    with pytest.raises(ConfigError, match=r"knows no model_type 'gtp2'"):
+    with pytest.raises(ModelConfigError, match=r"knows no model_type 'gtp2'"):
         generate(checkpoint, PROMPT)

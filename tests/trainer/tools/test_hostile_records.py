@@ -7,12 +7,12 @@ import pytest
 
 from elastic.record.history import read_history, read_starts
 from elastic.record.ledger import Ledger, StartLine
-from trainer.run.events import EventReader
-from trainer.run.trackers import MetricsTail
+from trainer.run.events import RunEventReader
+from trainer.run.trackers import RunMetricsTail
 from trainer.tools.report.report import check, report
 from trainer.tools.seeing.page import embedded
 from trainer.tools.seeing.terminal import parts
-from trainer.tools.seeing.view import RunView
+from trainer.tools.seeing.view import SeenRun
 
 WRONG = ["x", None, [], {}, [[[[]]]], True, -1, 1.5, 10**18, 10**300, float("nan"), float("inf")]
 RAW = [
@@ -51,15 +51,15 @@ def run(tmp_path):
 def read_all(run):
     """All that reads these files."""
     report(run)
-    looked = RunView(run)
+    looked = SeenRun(run)
     looked.look()
     embedded(looked.all())
     parts(looked, 80)
     check(read_history(run))
-    events = EventReader()
+    events = RunEventReader()
     for line in (run / "ledger.jsonl").read_bytes().splitlines(keepends=True):
         events.event(line)
-    for record in MetricsTail(run, 0.0).read()[1]:
+    for record in RunMetricsTail(run, 0.0).read()[1]:
         assert all(
             value is None or isinstance(value, str | int | float) for value in record.values()
         )

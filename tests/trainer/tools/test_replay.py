@@ -7,30 +7,35 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from elastic.record.attempt import Attempt, RollbackLine, StepLine, StepLines
+from elastic.record.attempt import (
+    LedgerRollbackLine,
+    LedgerStepLine,
+    LedgerStepLines,
+    RecordedAttempt,
+)
 from elastic.record.history import LedgerError
 from elastic.record.ledger import StartLine
 from trainer.data.loader import TokenStream
 from trainer.data.prepare.prepare import prepare
 from trainer.data.stream import COUNTED, IGNORED_LABEL
-from trainer.tools.replay.compared import StepNumbers, differences, other_means, unrecorded
-from trainer.tools.replay.lineage import Lineage, StepSpan, beginning, draw, drawn
+from trainer.tools.replay.compared import ReplayNumbers, differences, other_means, unrecorded
+from trainer.tools.replay.lineage import ReplayLineage, ReplaySpan, beginning, draw, drawn
 from trainer.tools.replay.why import by_document, parts_of
 
 
 def attempt(number, begin, end, recipe="a", saves=(), rollbacks=()):
     start = StartLine(step=begin, sequences=8 * begin, global_batch=8, world_size=2, recipe=recipe)
-    steps = StepLines()
+    steps = LedgerStepLines()
     for n in range(begin + 1, end + 1):
-        steps.append(StepLine(n, 8 * n - 8, 8 * n, 1.0, 1.0, "", n))
+        steps.append(LedgerStepLine(n, 8 * n - 8, 8 * n, 1.0, 1.0, "", n))
     told = [
         {"step": step, "ok": True, "weights": f"w{step}", "moments": f"m{step}"} for step in saves
     ]
-    backs = [RollbackLine(after, to, "storage", after, 1) for after, to in rollbacks]
-    return Attempt(number, start, 1, steps=steps, saves=told, rollbacks=backs)
+    backs = [LedgerRollbackLine(after, to, "storage", after, 1) for after, to in rollbacks]
+    return RecordedAttempt(number, start, 1, steps=steps, saves=told, rollbacks=backs)
 
 
-LINEAGE = Lineage(
+LINEAGE = ReplayLineage(
     [
         # Steps 11 to 14 of the first were done in vain.
         (attempt(1, 0, 14, saves=(5, 10, 12), rollbacks=((7, 5), (14, 12))), 10),
@@ -74,20 +79,20 @@ def test_a_step_is_computed_from_the_nearest_state(stored, step, begin):
 
 def test_an_audit_ends_in_a_save_and_computes_nothing_twice():
     assert drawn(LINEAGE, (5, 10, 15, 20), [3, 8, 9, 16]) == [
-        StepSpan(0, 5),
-        StepSpan(5, 10),
-        StepSpan(15, 20),
+        ReplaySpan(0, 5),
+        ReplaySpan(5, 10),
+        ReplaySpan(15, 20),
     ]
-    assert drawn(LINEAGE, (), [3, 16, 22]) == [StepSpan(0, 23)]
-    assert drawn(LINEAGE, (20,), [22]) == [StepSpan(20, 23)]
+    assert drawn(LINEAGE, (), [3, 16, 22]) == [ReplaySpan(0, 23)]
+    assert drawn(LINEAGE, (20,), [22]) == [ReplaySpan(20, 23)]
     # It also ends in a checkpoint of which the ledger has no digest.
-    assert drawn(LINEAGE, (20, 22), [21]) == [StepSpan(20, 22)]
+    assert drawn(LINEAGE, (20, 22), [21]) == [ReplaySpan(20, 22)]
     assert draw(LINEAGE, 5, 7) == draw(LINEAGE, 5, 7) != draw(LINEAGE, 5, 8)
     assert draw(LINEAGE, 99, 1) == [*range(1, 24)]
 
 
-STEP = StepLine(4, 24, 32, 1.0, 1.0, "", 9, loss=2.0, norm=0.5, consumed="ab")
-GOOD = StepNumbers(2.0, 0.5, "", "ab")
+STEP = LedgerStepLine(4, 24, 32, 1.0, 1.0, "", 9, loss=2.0, norm=0.5, consumed="ab")
+GOOD = ReplayNumbers(2.0, 0.5, "", "ab")
 
 
 @pytest.mark.parametrize(
@@ -95,21 +100,21 @@ GOOD = StepNumbers(2.0, 0.5, "", "ab")
     [
         (GOOD, "bits", []),
         (
-            StepNumbers(math.nextafter(2.0, 3), 0.5, "", "ab"),
+            ReplayNumbers(math.nextafter(2.0, 3), 0.5, "", "ab"),
             "bits",
             ["its loss is 2.0000000000000004"],
         ),
-        (StepNumbers(2.00001, 0.50004, "", "ab"), "rounding", []),
+        (ReplayNumbers(2.00001, 0.50004, "", "ab"), "rounding", []),
         (
-            StepNumbers(2.0004, 0.5, "", "ab"),
+            ReplayNumbers(2.0004, 0.5, "", "ab"),
             "rounding",
             ["its loss is 2.0004, and the ledger says"],
         ),
-        (StepNumbers(2.0, 0.5006, "", "ab"), "rounding", ["its norm"]),
-        (StepNumbers(9.0, 0.5, "", "ab"), "none", []),
-        (StepNumbers(9.0, 0.5, "", "cd"), "none", ["it consumed cd, and the ledger says ab"]),
+        (ReplayNumbers(2.0, 0.5006, "", "ab"), "rounding", ["its norm"]),
+        (ReplayNumbers(9.0, 0.5, "", "ab"), "none", []),
+        (ReplayNumbers(9.0, 0.5, "", "cd"), "none", ["it consumed cd, and the ledger says ab"]),
         (
-            StepNumbers(math.nan, math.nan, "loss", "ab"),
+            ReplayNumbers(math.nan, math.nan, "loss", "ab"),
             "rounding",
             ["it is skipped for its loss, and the ledger says kept", "its loss", "its norm"],
         ),
@@ -124,14 +129,14 @@ def test_what_differs_is_said(found, proof, told):
 
 def test_what_is_not_finite_is_alike():
     line = STEP._replace(loss=math.nan, norm=math.inf, skipped="loss")
-    assert not list(differences(StepNumbers(math.inf, math.nan, "loss", "ab"), line, "bits", 0))
-    assert list(differences(StepNumbers(2.0, math.nan, "loss", "ab"), line, "bits", 0))
+    assert not list(differences(ReplayNumbers(math.inf, math.nan, "loss", "ab"), line, "bits", 0))
+    assert list(differences(ReplayNumbers(2.0, math.nan, "loss", "ab"), line, "bits", 0))
 
 
 def test_what_a_line_lacks_is_not_taken_for_compared():
     assert unrecorded(GOOD, STEP) == []
     assert unrecorded(GOOD, STEP._replace(loss=None, consumed=None)) == ["loss", "consumed"]
-    assert unrecorded(StepNumbers(2.0, 0.5, "", None), STEP._replace(consumed=None)) == []
+    assert unrecorded(ReplayNumbers(2.0, 0.5, "", None), STEP._replace(consumed=None)) == []
 
 
 @pytest.mark.parametrize(

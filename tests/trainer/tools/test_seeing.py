@@ -20,18 +20,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elastic.record.columns import LineBlock
+from elastic.record.columns import RecordLineBlock
 from elastic.record.ledger import Ledger, StartLine
 from tests.trainer.tools.a_run import write_run
 from trainer.cli.main import parse
 from trainer.recipe.errors import known_errors
 from trainer.text import visible
 from trainer.tools.seeing import cache, ledger_view, metric_columns
-from trainer.tools.seeing.metric_columns import MetricRecords, thinned
+from trainer.tools.seeing.metric_columns import SeenMetrics, thinned
 from trainer.tools.seeing.page import ASSETS, report_html
-from trainer.tools.seeing.server import PageServer
+from trainer.tools.seeing.server import SeeingServer
 from trainer.tools.seeing.terminal import find_runs, sparks
-from trainer.tools.seeing.view import RunView
+from trainer.tools.seeing.view import SeenRun
 
 PERDURE = Path(sys.executable).parent / "perdure"
 VENDORED = {
@@ -46,7 +46,7 @@ EVIL = "</script><img src=x onerror=alert(1)>\x1b]0;owned\x07"
 
 
 def looked_at(folder):
-    run = RunView(folder)
+    run = SeenRun(folder)
     run.look()
     return run
 
@@ -222,7 +222,7 @@ def test_of_many_samples_the_newest_are_shown(tmp_path, monkeypatch):
 
 def test_a_live_page_gets_what_is_new(run):
     spoil(run)
-    with PageServer([run], "127.0.0.1", 0) as server:
+    with SeeingServer([run], "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
 
@@ -289,7 +289,7 @@ def test_strangers_take_neither_all_connections_nor_threads(run, monkeypatch):
     """Of whom each says a byte now and then, and none knows the token."""
     monkeypatch.setattr("trainer.tools.seeing.server.LONGEST_SECONDS", 1.0)
     monkeypatch.setattr("trainer.tools.seeing.server.MOST_CONNECTIONS", 4)
-    with PageServer([run], "127.0.0.1", 0) as server, ExitStack() as held:
+    with SeeingServer([run], "127.0.0.1", 0) as server, ExitStack() as held:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         before = threading.active_count()
         strangers = [
@@ -384,7 +384,7 @@ def test_what_was_read_is_kept_with_the_reader(run, monkeypatch, tmp_path):
     assert [path.stat().st_mode & 0o777 for path in files] == [0o600, 0o600]
 
     read = []
-    monkeypatch.setattr(MetricRecords, "_add", lambda self, record: read.append(record))
+    monkeypatch.setattr(SeenMetrics, "_add", lambda self, record: read.append(record))
     assert seen() == whole
     assert read == []  # all of it came from there
     monkeypatch.undo()
@@ -413,10 +413,10 @@ def test_records_are_the_same_by_columns_and_line_by_line(tmp_path, monkeypatch)
         if step % 20 == 0:
             lines.append({**record, "validation_loss": None, "event": "17c1d2e3"})
     whole = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    assert len(metric_columns._usual_records(LineBlock(whole))[0]) == 60
+    assert len(metric_columns._usual_records(RecordLineBlock(whole))[0]) == 60
 
     def found():
-        records = MetricRecords(tmp_path)
+        records = SeenMetrics(tmp_path)
         records.read({"07c1d2e3": 50})
         values = [records._whole_column(name).tobytes() for name in records.names()]
         return records.names(), records._attempts, records.offset, values, records._by_record
@@ -470,7 +470,7 @@ def test_a_million_steps_open_in_two_seconds(tmp_path, monkeypatch):
 def test_a_client_that_asks_without_end_takes_little_cpu_time(run, monkeypatch):
     monkeypatch.setattr("trainer.tools.seeing.server.CPU_RESERVE", 0.0)
     monkeypatch.setattr("trainer.tools.seeing.server.CPU_SHARE", 0.05)
-    with PageServer([run], "127.0.0.1", 0) as server:
+    with SeeingServer([run], "127.0.0.1", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         began, used = time.monotonic(), time.process_time()
         while time.monotonic() - began < 1.0:

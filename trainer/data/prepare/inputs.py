@@ -46,7 +46,7 @@ _CURE = "--splits ignore ignores the names"
 
 
 @dataclass
-class InputFiles:
+class DataInputFiles:
     """The input files in a fixed order, with notes about the search."""
 
     files: list[str] = field(default_factory=list)
@@ -58,7 +58,7 @@ class InputFiles:
     """Links in folders that cannot be followed, with the reason."""
 
 
-def find_inputs(names: Sequence[str], column: str, by_name: bool) -> InputFiles:
+def find_inputs(names: Sequence[str], column: str, by_name: bool) -> DataInputFiles:
     """Find the files of all inputs, each once; folders are searched for known extensions.
 
     Args:
@@ -70,7 +70,7 @@ def find_inputs(names: Sequence[str], column: str, by_name: bool) -> InputFiles:
         DataError: an input is missing or of unknown kind, a folder is empty or cannot be read, or
             with `by_name` some are validation files and all others test files.
     """
-    inputs = InputFiles()
+    inputs = DataInputFiles()
     others: list[str] = []
     # Only names below the folder that all inputs share determine a split: /home/test must not.
     parts: dict[str, tuple[str, ...]] = {}
@@ -108,7 +108,7 @@ def find_inputs(names: Sequence[str], column: str, by_name: bool) -> InputFiles:
     return inputs
 
 
-def _divide(inputs: InputFiles, parts: dict[str, tuple[str, ...]]) -> None:
+def _divide(inputs: DataInputFiles, parts: dict[str, tuple[str, ...]]) -> None:
     """Remove the test files from the inputs, and record the validation files."""
     splits = {file: split_by_name(names) for file, names in parts.items()}
     if "train" not in splits.values():

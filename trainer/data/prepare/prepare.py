@@ -28,7 +28,7 @@ from trainer.data.prepare.chats import COLUMN_OF_CHATS, form_of
 from trainer.data.prepare.inputs import (
     CORPORA,
     FOLDER,
-    InputFiles,
+    DataInputFiles,
     fetch_corpus,
     find_inputs,
     is_pipe,
@@ -37,8 +37,8 @@ from trainer.data.prepare.inputs import (
 from trainer.data.prepare.options import OF_CHATS, PrepareOptions
 from trainer.data.prepare.records import read_piece
 from trainer.data.prepare.sources import (
-    FileForm,
-    FilePiece,
+    DataInputFormat,
+    DataInputPiece,
     Pieces,
     cut_units,
     describe,
@@ -46,8 +46,14 @@ from trainer.data.prepare.sources import (
     lines_before,
 )
 from trainer.data.prepare.spans import notes_for_user
-from trainer.data.prepare.template import TemplateSource, read_template
-from trainer.data.prepare.tokenise import MOST_LINES, TokeniseTask, Vocabulary, segments, tokenise
+from trainer.data.prepare.template import ChatTemplateSource, read_template
+from trainer.data.prepare.tokenise import (
+    MOST_LINES,
+    DataVocabulary,
+    TokeniseTask,
+    segments,
+    tokenise,
+)
 from trainer.data.prepare.writer import atomic, to_json, write_data_set
 from trainer.data.shards import (
     FORMAT,
@@ -206,7 +212,7 @@ def _check_options(settings: PrepareOptions, workers: int) -> None:
         raise DataError("--max-tokens must be at least 2: one input and one label")
 
 
-def _read_template(settings: PrepareOptions) -> TemplateSource:
+def _read_template(settings: PrepareOptions) -> ChatTemplateSource:
     home = None
     if settings.tokenizer and settings.tokenizer != "bytes":
         home = tokenizer_file(settings.tokenizer).parent
@@ -233,7 +239,7 @@ def _resolve(name: str, out: Path, settings: PrepareOptions) -> str:
 
 
 def _plan_hash(
-    inputs: InputFiles, settings: PrepareOptions, template: TemplateSource | None
+    inputs: DataInputFiles, settings: PrepareOptions, template: ChatTemplateSource | None
 ) -> str:
     """Hash of all that determines the data set: options, tokenizer, chat template, and the name,
     size, time of change and split of each input."""
@@ -276,10 +282,10 @@ def _finished(out: Path, plan_hash: str) -> dict[str, Any] | None:
 
 
 def _prepare(
-    forms: dict[str, FileForm],
+    forms: dict[str, DataInputFormat],
     out: Path,
     settings: PrepareOptions,
-    template: TemplateSource | None,
+    template: ChatTemplateSource | None,
     plan_hash: str,
     workers: int,
     progress: bool,
@@ -329,7 +335,7 @@ def _spelled_out(noted: Sequence[dict[str, Any]]) -> Iterator[str]:
     )
 
 
-def _make_tokenizer(units: list[Pieces], settings: PrepareOptions, work: Path) -> Vocabulary:
+def _make_tokenizer(units: list[Pieces], settings: PrepareOptions, work: Path) -> DataVocabulary:
     file, home = work / "tokenizer.json", None
     if settings.tokenizer and settings.tokenizer != "bytes":
         given = tokenizer_file(settings.tokenizer)
@@ -348,7 +354,7 @@ def _make_tokenizer(units: list[Pieces], settings: PrepareOptions, work: Path) -
         output.write(content)
     tokenizer = read_tokenizer(file)
     eos_id = find_eos(tokenizer, settings.eos, home, chats=settings.kind != "documents")
-    return Vocabulary(str(file), vocabulary_size(tokenizer), eos_id, start_ids(tokenizer))
+    return DataVocabulary(str(file), vocabulary_size(tokenizer), eos_id, start_ids(tokenizer))
 
 
 def _training_texts(units: list[Pieces], settings: PrepareOptions) -> Iterator[str]:
@@ -372,11 +378,11 @@ def _training_texts(units: list[Pieces], settings: PrepareOptions) -> Iterator[s
 def _join(
     jobs: list[TokeniseTask],
     results: list[list[dict[str, Any]]],
-    forms: dict[str, FileForm],
+    forms: dict[str, DataInputFormat],
     out: Path,
-    vocabulary: Vocabulary,
+    vocabulary: DataVocabulary,
     settings: PrepareOptions,
-    template: TemplateSource | None,
+    template: ChatTemplateSource | None,
     plan_hash: str,
 ) -> dict[str, Any]:
     before = _lines_before([job.unit for job in jobs])
@@ -422,7 +428,7 @@ def _join(
 
 def _lines_before(units: list[Pieces]) -> list[list[int]]:
     """Return `lines_before` of each piece of each unit."""
-    known: tuple[FilePiece, int] | None = None
+    known: tuple[DataInputPiece, int] | None = None
     counts: list[list[int]] = []
     for unit in units:
         counts.append([])
@@ -450,7 +456,7 @@ def _account(
     units: list[Pieces],
     before: list[list[int]],
     results: list[list[dict[str, Any]]],
-    forms: dict[str, FileForm],
+    forms: dict[str, DataInputFormat],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return (counts for each input file, rejected records with their lines in these files)."""
     sources: dict[str, dict[str, Any]] = {

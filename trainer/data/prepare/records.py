@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.data.prepare.blocks import LONGEST_LINE, UTF_16, read_blocks, read_rows, split_lines
 from trainer.data.prepare.chats import COLUMN_OF_CHATS, form_of
-from trainer.data.prepare.sources import FilePiece, import_pyarrow, open_parquet
+from trainer.data.prepare.sources import DataInputPiece, import_pyarrow, open_parquet
 from trainer.data.prepare.text import cut_documents
 from trainer.data.shards import DataError
 
@@ -20,7 +20,7 @@ _TOO_LONG = f"more than {LONGEST_LINE >> 20} MiB; split it, or use a txt file"
 
 
 @dataclass(frozen=True)
-class InputRecord:
+class DataInputRecord:
     """One document, a part of one, or a rejected record with its problem. A blank line has neither
     text nor problem."""
 
@@ -35,8 +35,8 @@ class InputRecord:
 
 
 def read_piece(
-    piece: FilePiece, field: str | None, report: Callable[[int], None] = lambda count: None
-) -> Iterator[InputRecord]:
+    piece: DataInputPiece, field: str | None, report: Callable[[int], None] = lambda count: None
+) -> Iterator[DataInputRecord]:
     """Yield the documents of a piece, in file order.
 
     Args:
@@ -67,59 +67,59 @@ def read_piece(
     return _json_values(path, blocks, field)
 
 
-def _text(blocks: Iterable[bytes], piece: FilePiece) -> Iterator[InputRecord]:
+def _text(blocks: Iterable[bytes], piece: DataInputPiece) -> Iterator[DataInputRecord]:
     split = piece.form.split
     begun = False
     for line, content, goes_on in cut_documents(blocks, split, piece.form.window):
         if begun or goes_on or content.strip():
             yield _decoded(content, line, goes_on)
         elif split == "file":
-            yield InputRecord(line, problem="empty")
+            yield DataInputRecord(line, problem="empty")
         begun = goes_on
 
 
-def _decoded(content: bytes, line: int, goes_on: bool) -> InputRecord:
+def _decoded(content: bytes, line: int, goes_on: bool) -> DataInputRecord:
     try:
-        return InputRecord(line, content.decode("utf-8"), goes_on=goes_on)
+        return DataInputRecord(line, content.decode("utf-8"), goes_on=goes_on)
     except UnicodeDecodeError as error:
         if content.startswith(UTF_16):
             problem = "UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8"
         else:
             line += content[: error.start].count(b"\n")
             problem = f"not UTF-8 (byte 0x{content[error.start]:02x})"
-        return InputRecord(line, problem=problem, goes_on=goes_on)
+        return DataInputRecord(line, problem=problem, goes_on=goes_on)
 
 
-def _json_lines(blocks: Iterable[bytes], field: str | None) -> Iterator[InputRecord]:
+def _json_lines(blocks: Iterable[bytes], field: str | None) -> Iterator[DataInputRecord]:
     for number, line in enumerate(split_lines(blocks), 1):
         if line is None:
-            yield InputRecord(number, problem=f"a line of {_TOO_LONG}")
+            yield DataInputRecord(number, problem=f"a line of {_TOO_LONG}")
         else:
-            yield _json_record(line, number, field) if line.strip() else InputRecord(number)
+            yield _json_record(line, number, field) if line.strip() else DataInputRecord(number)
 
 
-def _json_record(line: bytes, number: int, field: str | None) -> InputRecord:
+def _json_record(line: bytes, number: int, field: str | None) -> DataInputRecord:
     try:
         value: Any = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         if line.startswith(UTF_16):
             return _decoded(line, number, goes_on=False)
-        return InputRecord(number, problem=f"not UTF-8 (byte 0x{line[error.start]:02x})")
+        return DataInputRecord(number, problem=f"not UTF-8 (byte 0x{line[error.start]:02x})")
     except (ValueError, RecursionError) as error:
-        return InputRecord(number, problem=f"not JSON: {error}")
+        return DataInputRecord(number, problem=f"not JSON: {error}")
     return _record_of(value, number, field)
 
 
-def _record_of(value: Any, number: int, field: str | None) -> InputRecord:
+def _record_of(value: Any, number: int, field: str | None) -> DataInputRecord:
     if not isinstance(value, dict):
         what = f"an object with text in {field!r}" if field else "an object"
-        return InputRecord(number, problem=f"{_called(value)}, not {what}")
+        return DataInputRecord(number, problem=f"{_called(value)}, not {what}")
     if field is None:
-        return InputRecord(number, value=value)
+        return DataInputRecord(number, value=value)
     try:
         content = _inside(value, field)
     except (KeyError, RecursionError):
-        return InputRecord(number, problem=f"no field {field!r}; {_instead(value)}")
+        return DataInputRecord(number, problem=f"no field {field!r}; {_instead(value)}")
     return _text_of(content, number, f"field {field!r} is")
 
 
@@ -139,7 +139,7 @@ def _inside(value: Any, field: str) -> Any:
     return _inside(value[key], field[len(key) + 1 :])
 
 
-def _text_of(value: Any, number: int, what: str) -> InputRecord:
+def _text_of(value: Any, number: int, what: str) -> DataInputRecord:
     """Convert a cell or field to a record; texts in a list, however deep, become lines of one
     document. `what`: beginning of a problem's text, which ends in the kind of the value."""
     # an explicit stack: untrusted lists may nest deeper than Python recurses
@@ -151,19 +151,21 @@ def _text_of(value: Any, number: int, what: str) -> InputRecord:
             case bytes() as content:
                 record = _decoded(content, number, goes_on=False)
                 if record.problem:
-                    return InputRecord(number, problem=record.problem)
+                    return DataInputRecord(number, problem=record.problem)
                 parts.append(record.text)
             case list() as more:
                 stack += reversed(more)
             case other:
                 inside = " a list with" if isinstance(value, list) else ""
-                return InputRecord(number, problem=f"{what}{inside} {_called(other)}, not text")
+                return DataInputRecord(number, problem=f"{what}{inside} {_called(other)}, not text")
     text = "\n".join(parts)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        return InputRecord(number, problem="half of a surrogate pair")
-    return InputRecord(number, text) if text.strip() else InputRecord(number, problem="empty")
+        return DataInputRecord(number, problem="half of a surrogate pair")
+    return (
+        DataInputRecord(number, text) if text.strip() else DataInputRecord(number, problem="empty")
+    )
 
 
 def _called(value: Any) -> str:
@@ -189,7 +191,9 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join([first, *others[:7], *(["…"] if len(others) > 7 else [])])
 
 
-def _json_values(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[InputRecord]:
+def _json_values(
+    path: Path, blocks: Iterable[bytes], field: str | None
+) -> Iterator[DataInputRecord]:
     """Yield a record for each JSON value; values follow each other on any lines, or are in
     arrays."""
     # incremental, as a character may span blocks
@@ -230,30 +234,34 @@ def _json_values(path: Path, blocks: Iterable[bytes], field: str | None) -> Iter
         raise DataError(f"{path}: has a ] without its [, after {number} values; correct the file")
 
 
-def _csv(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[InputRecord]:
+def _csv(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[DataInputRecord]:
     """Yield rows of a table, with the line in which each begins."""
     rows = read_rows(path, blocks, field or COLUMN_OF_CHATS)
     _, names = next(rows, (0, []))
     place = names.index(_column_of(path, field, names, nested=False)) if field else 0
     for line, row in rows:
         if not row:
-            yield InputRecord(line)
+            yield DataInputRecord(line)
         elif len(row) != len(names):
-            yield InputRecord(line, problem=f"a row of {len(row)} cells, but {len(names)} columns")
+            yield DataInputRecord(
+                line, problem=f"a row of {len(row)} cells, but {len(names)} columns"
+            )
         else:
             wanted = row[place] if field else "".join(row)
             # `read_rows` decodes invalid bytes to lone surrogates (surrogateescape).
             if escaped := re.search("[\udc80-\udcff]", wanted):
-                yield InputRecord(line, problem=f"not UTF-8 (byte 0x{ord(escaped[0]) & 0xFF:02x})")
+                yield DataInputRecord(
+                    line, problem=f"not UTF-8 (byte 0x{ord(escaped[0]) & 0xFF:02x})"
+                )
             elif field:
                 yield _text_of(wanted, line, "")
             else:
-                yield InputRecord(line, value=dict(zip(names, row, strict=True)))
+                yield DataInputRecord(line, value=dict(zip(names, row, strict=True)))
 
 
 def _parquet(
-    path: Path, piece: FilePiece, field: str | None, report: Callable[[int], None]
-) -> Iterator[InputRecord]:
+    path: Path, piece: DataInputPiece, field: str | None, report: Callable[[int], None]
+) -> Iterator[DataInputRecord]:
     file = open_parquet(path)
     column = _column_of(path, field, file.schema_arrow.names) if field else None
     groups = list(range(piece.start, piece.end))
@@ -273,8 +281,8 @@ def _parquet(
 
 
 def _arrow(
-    path: Path, piece: FilePiece, field: str | None, report: Callable[[int], None]
-) -> Iterator[InputRecord]:
+    path: Path, piece: DataInputPiece, field: str | None, report: Callable[[int], None]
+) -> Iterator[DataInputRecord]:
     """Yield rows of a file in Arrow's stream format, which `datasets.save_to_disk` writes, or in
     Arrow's file format."""
     pyarrow = import_pyarrow(path)
@@ -310,16 +318,20 @@ def _column_of(path: Path, field: str, names: list[str], nested: bool = True) ->
     return column
 
 
-def _rows(batch: Any, before: int, field: str | None, column: str | None) -> Iterator[InputRecord]:
+def _rows(
+    batch: Any, before: int, field: str | None, column: str | None
+) -> Iterator[DataInputRecord]:
     """Yield records of a pyarrow batch that follows `before` rows."""
     names = batch.schema.names
     places = [names.index(column)] if column else range(batch.num_columns)
     columns = [_values(batch.column(place)) for place in places]
     for number, cells in enumerate(zip(*columns, strict=True), before + 1):
-        if bad := next((cell for cell in cells if isinstance(cell, InputRecord)), None):
+        if bad := next((cell for cell in cells if isinstance(cell, DataInputRecord)), None):
             yield replace(bad, line=number)
         elif field is None:
-            yield InputRecord(number, value=_without_nulls(dict(zip(names, cells, strict=True))))
+            yield DataInputRecord(
+                number, value=_without_nulls(dict(zip(names, cells, strict=True)))
+            )
         elif column == field:
             yield _text_of(cells[0], number, f"column {field!r} holds")
         else:
@@ -333,7 +345,7 @@ def _values(cells: Iterable[Any]) -> Iterator[Any]:
         try:
             yield cell.as_py()
         except UnicodeDecodeError as error:
-            yield InputRecord(0, problem=f"not UTF-8 (byte 0x{error.object[error.start]:02x})")
+            yield DataInputRecord(0, problem=f"not UTF-8 (byte 0x{error.object[error.start]:02x})")
 
 
 def _without_nulls(value: Any) -> Any:

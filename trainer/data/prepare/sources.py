@@ -32,7 +32,7 @@ Kind: TypeAlias = Literal["text", "json lines", "json", "csv", "parquet", "arrow
 
 
 @dataclass(frozen=True)
-class FileForm:
+class DataInputFormat:
     """The format of a file, how it is cut into documents, and whether all are for validation."""
 
     kind: Kind
@@ -46,11 +46,11 @@ class FileForm:
 
 
 @dataclass(frozen=True)
-class FilePiece:
+class DataInputPiece:
     """A part of one input file, or the whole file."""
 
     file: str
-    form: FileForm
+    form: DataInputFormat
     start: int
     """First byte of text or json lines, or first row group of a parquet file; else 0."""
     end: int
@@ -59,7 +59,7 @@ class FilePiece:
     """Size in bytes, for the progress bar."""
 
 
-Pieces: TypeAlias = tuple[FilePiece, ...]
+Pieces: TypeAlias = tuple[DataInputPiece, ...]
 
 
 def kind_by_name(path: Path) -> Literal["text", "json", "csv", "parquet", "arrow", ""]:
@@ -81,22 +81,22 @@ def bare_suffix(path: Path) -> str:
 
 def detect_forms(
     files: Sequence[str], split: Split, held_out: Collection[str] = ()
-) -> dict[str, FileForm]:
+) -> dict[str, DataInputFormat]:
     """Detect the form of each file from its name and its beginning. `split`: way of cutting text.
     `held_out`: files of the validation split. Raises DataError if a file cannot be read."""
     kinds = {file: kind_by_name(Path(file)) for file in files}
     sizes = content_sizes([Path(file) for file, kind in kinds.items() if kind == "text"])
     window = window_bytes(list(sizes.values()))
-    forms: dict[str, FileForm] = {}
+    forms: dict[str, DataInputFormat] = {}
     for file, kind in kinds.items():
         path = Path(file)
         if kind == "text":
             chosen = choose_split(path, sizes[path], window) if split == "auto" else split
-            forms[file] = FileForm("text", chosen, window if chosen == "window" else 0)
+            forms[file] = DataInputFormat("text", chosen, window if chosen == "window" else 0)
         elif kind == "json":
-            forms[file] = FileForm("json lines" if _has_json_lines(path) else "json")
+            forms[file] = DataInputFormat("json lines" if _has_json_lines(path) else "json")
         elif kind:
-            forms[file] = FileForm(kind)
+            forms[file] = DataInputFormat(kind)
         if file in held_out:
             forms[file] = replace(forms[file], held_out=True)
     return forms
@@ -119,7 +119,7 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def describe(forms: dict[str, FileForm]) -> Iterator[str]:
+def describe(forms: dict[str, DataInputFormat]) -> Iterator[str]:
     """Yield a line for the user about each way of cutting text."""
     texts = defaultdict[tuple[Split, int], list[str]](list)
     for file, form in forms.items():
@@ -138,14 +138,14 @@ def describe(forms: dict[str, FileForm]) -> Iterator[str]:
         yield f"{name}: {document} (--split-documents changes this)"
 
 
-def cut_units(forms: dict[str, FileForm]) -> list[Pieces]:
+def cut_units(forms: dict[str, DataInputFormat]) -> list[Pieces]:
     """Cut all files into units, in order; small files share a unit. Raises DataError if a parquet
     file cannot be opened."""
     total = sum(Path(file).stat().st_size for file in forms)
     # Units are small, to balance workers and to lose little to a kill, but not too many.
     most = min(UNIT_BYTES, max(_SMALLEST_UNIT, total // _UNITS))
     units: list[Pieces] = []
-    gathered: list[FilePiece] = []
+    gathered: list[DataInputPiece] = []
     size = 0
     for file, form in forms.items():
         for piece in _cut(file, form, most):
@@ -157,15 +157,15 @@ def cut_units(forms: dict[str, FileForm]) -> list[Pieces]:
     return [*units, tuple(gathered)] if gathered else units
 
 
-def _cut(file: str, form: FileForm, most: int) -> Iterator[FilePiece]:
+def _cut(file: str, form: DataInputFormat, most: int) -> Iterator[DataInputPiece]:
     path = Path(file)
     size = path.stat().st_size
     if form.kind == "parquet":
         groups = open_parquet(path).num_row_groups
         if not groups:
-            yield FilePiece(file, form, 0, 0, 0)
+            yield DataInputPiece(file, form, 0, 0, 0)
         for number in range(groups):
-            yield FilePiece(file, form, number, number + 1, size // groups)
+            yield DataInputPiece(file, form, number, number + 1, size // groups)
     elif form.kind in ("text", "json lines") and not compression(path):
         split: Split = "line" if form.kind == "json lines" else form.split
         start = 0
@@ -174,15 +174,15 @@ def _cut(file: str, form: FileForm, most: int) -> Iterator[FilePiece]:
                 # avoids a tiny last piece
                 rest = size - start <= most * 3 // 2
                 end = size if rest else next_border(content, start + most, size, split, form.window)
-                yield FilePiece(file, form, start, end, end - start)
+                yield DataInputPiece(file, form, start, end, end - start)
                 start = end
         if not size:
-            yield FilePiece(file, form, 0, 0, 0)
+            yield DataInputPiece(file, form, 0, 0, 0)
     else:
-        yield FilePiece(file, form, 0, size, size)
+        yield DataInputPiece(file, form, 0, size, size)
 
 
-def lines_before(piece: FilePiece, known: tuple[FilePiece, int] | None = None) -> int:
+def lines_before(piece: DataInputPiece, known: tuple[DataInputPiece, int] | None = None) -> int:
     """Number of lines (rows of a parquet file) before a piece in its file. `known`: an earlier
     piece and its number, to count from; None: count from the file's beginning."""
     path = Path(piece.file)

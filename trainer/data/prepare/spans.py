@@ -31,7 +31,7 @@ from trainer.data.prepare.template import (
     SPELLED_BEGIN,
     SPELLED_END,
     ChatTemplate,
-    RenderError,
+    ChatTemplateError,
     split_blocks,
 )
 from trainer.data.tokenizer import special_tokens
@@ -232,7 +232,7 @@ class RenderedChat:
         )
 
 
-class SpanFinder:
+class ChatSpanFinder:
     """Converts chats to training documents, and counts peculiarities for `notes_for_user`."""
 
     def __init__(
@@ -256,7 +256,7 @@ class SpanFinder:
         """Encode chats for later calls of `documents`, together, which is faster."""
         texts = []
         for chat in chats:
-            with suppress(RenderError):
+            with suppress(ChatTemplateError):
                 texts.append(chat.upto(len(chat.messages)))
             if sum(map(len, texts)) > _TOGETHER:
                 break  # `documents` encodes the other chats
@@ -283,7 +283,7 @@ class SpanFinder:
             if turns == "last":
                 return [self._answer(chat.trained[-1], chat)]
             return [self._answer(turn, chat, f"message {turn}: ") for turn in chat.trained]
-        except RenderError as error:
+        except ChatTemplateError as error:
             raise ChatError(f"the chat template rejects it: {error}") from error
 
     def _whole(self, chat: RenderedChat) -> _ChatDocument:
@@ -295,7 +295,7 @@ class SpanFinder:
             trained &= self._served(chat.trained, chat, whole)
         elif self._left_to_compare:
             self._left_to_compare -= 1
-            with suppress(ChatError, RenderError):
+            with suppress(ChatError, ChatTemplateError):
                 self._compare(whole, self._served(chat.trained, chat, whole), trained)
         return self._document(whole, trained)
 
@@ -357,7 +357,7 @@ class SpanFinder:
 
 
 def notes_for_user(noted: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield notes for the user, from the results of `SpanFinder.noted`."""
+    """Yield notes for the user, from the results of `ChatSpanFinder.noted`."""
     counts: Counter[str] = Counter()
     examples: dict[str, str] = {}
     for part in noted:

@@ -41,7 +41,7 @@ _NAMES = ("default", "tool_use")
 _REPAIR = "one chat; repair it, or set another one with --template"
 
 
-class RenderError(Exception):
+class ChatTemplateError(Exception):
     """A template cannot render a chat; the message has the cause, in one line."""
 
 
@@ -118,7 +118,7 @@ class ChatTemplate:
     def __init__(
         self, sources: Mapping[str, str], variables: Mapping[str, Any], day: str | None
     ) -> None:
-        """`sources`, `variables`: see TemplateSource. `day`: YYYY-MM-DD, for `strftime_now`."""
+        """`sources`, `variables`: see ChatTemplateSource. `day`: YYYY-MM-DD, for `strftime_now`."""
         environment = _environment(day)
         self._variables = {**environment.globals, **variables}
         self.has_blocks = any("endgeneration" in source for source in sources.values())
@@ -151,7 +151,7 @@ class ChatTemplate:
         except DataError:
             raise
         except (Exception, RecursionError) as error:
-            raise RenderError(_said(error)) from error
+            raise ChatTemplateError(_said(error)) from error
         return "".join(parts)
 
 
@@ -209,7 +209,7 @@ def confine() -> None:
 
 
 @dataclass(frozen=True)
-class TemplateSource:
+class ChatTemplateSource:
     """A chat template as its files have it."""
 
     sources: dict[str, str]
@@ -225,7 +225,7 @@ class TemplateSource:
 
 def read_template(
     given: str | None, home: Path | None, options: Mapping[str, Any]
-) -> TemplateSource:
+) -> ChatTemplateSource:
     """Read a chat template from the file `given`, else from the tokenizer's directory `home`."""
     file = Path(given) if given else home and home / "chat_template.jinja"
     if file and (given or file.is_file()):
@@ -262,7 +262,7 @@ def read_template(
         for name in sorted(used.difference(variables))
         if name.endswith("_token")
     ]
-    return TemplateSource(sources, variables, notes)
+    return ChatTemplateSource(sources, variables, notes)
 
 
 def special_variables(home: Path | None) -> dict[str, str]:
@@ -281,7 +281,7 @@ def _environment(day: str | None) -> _Environment:
     )
 
     def refuse(message: str) -> NoReturn:
-        raise RenderError(printable(str(message)))
+        raise ChatTemplateError(printable(str(message)))
 
     def strftime_now(form: str) -> str:
         if day is None:

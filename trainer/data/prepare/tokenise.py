@@ -27,10 +27,10 @@ from tqdm import tqdm
 
 from trainer.data.prepare.chats import ChatError, read_chat, read_pair
 from trainer.data.prepare.options import PrepareOptions, Turns
-from trainer.data.prepare.records import InputRecord, read_piece
+from trainer.data.prepare.records import DataInputRecord, read_piece
 from trainer.data.prepare.sources import Pieces, lines_before
-from trainer.data.prepare.spans import ChatEncoder, RenderedChat, SpanFinder
-from trainer.data.prepare.template import ChatTemplate, TemplateSource, confine
+from trainer.data.prepare.spans import ChatEncoder, ChatSpanFinder, RenderedChat
+from trainer.data.prepare.template import ChatTemplate, ChatTemplateSource, confine
 from trainer.data.prepare.writer import atomic, synced
 from trainer.data.shards import SPLITS, DataError
 from trainer.data.tokenizer import read_tokenizer, special_tokens
@@ -48,7 +48,7 @@ MOST_LINES = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class DataVocabulary:
     """The tokenizer in the work directory, and its properties."""
 
     file: str
@@ -69,9 +69,9 @@ class TokeniseTask:
     number: int
     unit: Pieces
     work: Path
-    vocabulary: Vocabulary
+    vocabulary: DataVocabulary
     settings: PrepareOptions
-    template: TemplateSource | None
+    template: ChatTemplateSource | None
     """None: the records are documents."""
 
     def path(self, ending: str) -> Path:
@@ -137,7 +137,7 @@ class _UnitWriter:
         self._characters = 0  # of the pending documents
         self.documents = dict.fromkeys(SPLITS, 0)
 
-    def ahead(self, records: Iterator[InputRecord]) -> Iterator[InputRecord]:
+    def ahead(self, records: Iterator[DataInputRecord]) -> Iterator[DataInputRecord]:
         """Yield the records for `add`, which some writers prepare several at a time."""
         return records
 
@@ -177,7 +177,7 @@ class _TextWriter(_UnitWriter):
         self._split, self._line = "", 0  # split and line of the unfinished document
         self._spelled: Counter[str] = Counter()
 
-    def add(self, record: InputRecord, held_out: bool) -> list[str]:
+    def add(self, record: DataInputRecord, held_out: bool) -> list[str]:
         """Add a document, or the next part of one, and return its problem if it has one.
         `held_out`: whether it belongs to the validation split."""
         text, goes_on = record.text, record.goes_on
@@ -232,7 +232,7 @@ class _TextWriter(_UnitWriter):
 class _ChatWriter(_UnitWriter):
     """Writes chats, or pairs of chats."""
 
-    def __init__(self, job: TokeniseTask, template: TemplateSource, stack: ExitStack) -> None:
+    def __init__(self, job: TokeniseTask, template: ChatTemplateSource, stack: ExitStack) -> None:
         super().__init__(job, stack, "trained")
         self._settings = settings = job.settings
         file = job.vocabulary.file
@@ -240,19 +240,19 @@ class _ChatWriter(_UnitWriter):
         written = [*template.sources.values(), *map(str, template.variables.values())]
         tokenizer = _tokenizer(file, os.stat(file).st_mtime_ns, letters=False)
         encoder = ChatEncoder(tokenizer, "\n".join(written), compiled.has_blocks)
-        self._finder = SpanFinder(compiled, encoder, settings.loss, settings.spelled)
+        self._finder = ChatSpanFinder(compiled, encoder, settings.loss, settings.spelled)
         self.noted = self._finder.noted
         self._ready: deque[list[tuple[RenderedChat, Turns]] | str] = deque()
         """Chats of the next records, or why a record is rejected."""
 
-    def ahead(self, records: Iterator[InputRecord]) -> Iterator[InputRecord]:
+    def ahead(self, records: Iterator[DataInputRecord]) -> Iterator[DataInputRecord]:
         while some := list(islice(records, _AHEAD)):
             self._ready += map(self._chats, some)
             chats = (one for one in self._ready if not isinstance(one, str))
             self._finder.encode(chat for several in chats for chat, _ in several)
             yield from some
 
-    def add(self, record: InputRecord, held_out: bool) -> list[str]:
+    def add(self, record: DataInputRecord, held_out: bool) -> list[str]:
         """Write a chat or a pair, and return why it, or a document of it, is rejected."""
         chats = self._ready.popleft()
         if isinstance(chats, str):
@@ -296,7 +296,7 @@ class _ChatWriter(_UnitWriter):
             self.documents[split] += 1
         return problems
 
-    def _chats(self, record: InputRecord) -> list[tuple[RenderedChat, Turns]] | str:
+    def _chats(self, record: DataInputRecord) -> list[tuple[RenderedChat, Turns]] | str:
         rendered = self._finder.rendered
         if record.problem or not record.value:
             return record.problem or []

@@ -22,7 +22,7 @@ from trainer.data.shards import (
     RECORDS,
     SPLITS,
     DataError,
-    SmallChecksums,
+    DataShardChecksums,
     blocks_of,
     checksums,
     fingerprint,
@@ -207,7 +207,7 @@ class _ShardWriter:
             file.close()
             digest, blocks = checksums(self._out / f"{self._name}.{kind}")
             entry |= {f"{kind}_sha256": digest, f"{kind}_crc32": blocks}
-        small = SmallChecksums(self._dtype, self._eos_id)
+        small = DataShardChecksums(self._dtype, self._eos_id)
         for block in blocks_of(self._out / f"{self._name}.tokens"):
             small.add(block)
         with synced(self._out / f"{self._name}.{CRC}") as output:

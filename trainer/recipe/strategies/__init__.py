@@ -10,14 +10,14 @@ numbers of ranks from the recipe directly.
 import math
 from collections.abc import Iterator
 
-from trainer.recipe.sections import Recipe, Strategy
+from trainer.recipe.sections import Recipe, StrategySection
 from trainer.recipe.strategies import cp, ep, exact, offload, pp, sharding, tp
-from trainer.recipe.strategies.dimension import Dimension, Divided
+from trainer.recipe.strategies.dimension import Divided, StrategyDimension
 
-MODEL_PARALLEL: tuple[Dimension, ...] = (tp, pp, cp, ep)
+MODEL_PARALLEL: tuple[StrategyDimension, ...] = (tp, pp, cp, ep)
 
 
-def dividing(*kinds: Divided) -> list[Dimension]:
+def dividing(*kinds: Divided) -> list[StrategyDimension]:
     """Return the modules of model parallelism that divide parts of these kinds, in the order of
     `kinds`."""
     return [module for kind in kinds for module in MODEL_PARALLEL if kind == module.DIVIDES]
@@ -44,29 +44,29 @@ def describe(recipe: Recipe, idle: float) -> str:
     return ", ".join(filter(None, (*parallel, held)))
 
 
-def sizes(strategy: Strategy) -> dict[str, int]:
+def sizes(strategy: StrategySection) -> dict[str, int]:
     """Return recipe key → number of ranks, for each kind of model parallelism."""
     return {module.KEYS[0]: module.ranks(strategy) for module in MODEL_PARALLEL}
 
 
-def ranks(strategy: Strategy, *kinds: Divided) -> int:
+def ranks(strategy: StrategySection, *kinds: Divided) -> int:
     """Return the product of the sizes of the strategies that divide `kinds`: tp x pp for layers,
     stages."""
     return math.prod(module.ranks(strategy) for module in dividing(*kinds))
 
 
-def together(strategy: Strategy) -> int:
+def together(strategy: StrategySection) -> int:
     """Return the number of ranks that compute one share of the data together: tp x pp x cp."""
     return ranks(strategy, "layers", "sequences", "stages")
 
 
-def cut_ranks(strategy: Strategy) -> int:
+def cut_ranks(strategy: StrategySection) -> int:
     """Return the number of parts into which a model is cut before FSDP shards each part."""
     return ranks(strategy, "layers", "stages")
 
 
-def only(strategy: Strategy, *modules: Dimension) -> Strategy:
+def only(strategy: StrategySection, *modules: StrategyDimension) -> StrategySection:
     """Return a copy of `strategy` that keeps only the keys of `modules`. All other keys have their
     defaults."""
     keys = (key for module in modules for key in module.KEYS)
-    return Strategy(**{key: getattr(strategy, key) for key in keys})
+    return StrategySection(**{key: getattr(strategy, key) for key in keys})

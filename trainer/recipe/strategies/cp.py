@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.recipe.sections import Recipe, Strategy
-from trainer.recipe.strategies.dimension import Divided, TriedSizes, missing_beside
+from trainer.recipe.sections import Recipe, StrategySection
+from trainer.recipe.strategies.dimension import Divided, StrategySizes, missing_beside
 
 KEYS: tuple[str, ...] = ("cp",)
 DIVIDES: Divided = "sequences"
@@ -14,11 +14,11 @@ LONG = 16_384
 """Sequence length from which on the plan tries context parallelism."""
 
 
-def ranks(strategy: Strategy) -> int:
+def ranks(strategy: StrategySection) -> int:
     return strategy.cp
 
 
-def chunks(strategy: Strategy) -> int:
+def chunks(strategy: StrategySection) -> int:
     """Return the number of chunks of a sequence: an early and a late one for each rank of a ring,
     so that causal attention is equal work for all ranks."""
     return 2 * strategy.cp if strategy.cp > 1 else 1
@@ -46,14 +46,14 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
-def describe(strategy: Strategy, idle: float) -> str:
+def describe(strategy: StrategySection, idle: float) -> str:
     return f"cp={strategy.cp}" if strategy.cp > 1 else ""
 
 
-def tried(sizes: TriedSizes) -> Iterator[dict[str, Any]]:
+def tried(sizes: StrategySizes) -> Iterator[dict[str, Any]]:
     for ranks in sizes.in_node if sizes.seq_len >= LONG else [1]:
         yield {"cp": ranks}
 
 
-def bytes_sent(strategy: Strategy, reduced: float, divided: float) -> float:
+def bytes_sent(strategy: StrategySection, reduced: float, divided: float) -> float:
     return 0.0  # a ring sends point-to-point messages; means of a loss are a few bytes

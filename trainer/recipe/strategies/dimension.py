@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from trainer.recipe.sections import Recipe, Strategy
+from trainer.recipe.sections import Recipe, StrategySection
 from trainer.recipe.strategies import sharding
 
 Divided = Literal["layers", "sequences", "experts", "stages"]
@@ -23,7 +23,7 @@ Divided = Literal["layers", "sequences", "experts", "stages"]
 
 
 @dataclass(frozen=True)
-class TriedSizes:
+class StrategySizes:
     """What limits the numbers of ranks that `perdure plan` tries."""
 
     world_size: int
@@ -64,7 +64,7 @@ def missing_beside(recipe: Recipe, ranks: str, *keys: str) -> Iterator[tuple[str
             yield key, f"does not work with strategy.{ranks} above 1 yet; {instead}"
 
 
-class Dimension(Protocol):
+class StrategyDimension(Protocol):
     """What a module of this package defines for one kind of model parallelism. The recipe, the
     mesh, the model and the plan iterate over `MODEL_PARALLEL`. So a new kind needs a field in
     `sections.Strategy`, a module with these members, an entry in `MODEL_PARALLEL`, and a module
@@ -80,7 +80,7 @@ class Dimension(Protocol):
     DIVIDES is layers or experts, its `apply(model, mesh, strategy)` changes a model in place over a
     1-D mesh, and returns the modules that FSDP shards only over ranks with the same experts."""
 
-    def ranks(self, strategy: Strategy) -> int:
+    def ranks(self, strategy: StrategySection) -> int:
         """Return the number of ranks of one group of this kind; 1: the kind is not used."""
         ...
 
@@ -89,16 +89,16 @@ class Dimension(Protocol):
         with."""
         ...
 
-    def describe(self, strategy: Strategy, idle: float) -> str:
+    def describe(self, strategy: StrategySection, idle: float) -> str:
         """Return the part of a run's first line for this kind; "" if the kind is not used. `idle`:
         fraction of a step in which pipeline ranks wait."""
         ...
 
-    def tried(self, sizes: TriedSizes) -> Iterable[dict[str, Any]]:
+    def tried(self, sizes: StrategySizes) -> Iterable[dict[str, Any]]:
         """Yield key → value, for each combination of KEYS that `perdure plan` tries."""
         ...
 
-    def bytes_sent(self, strategy: Strategy, reduced: float, divided: float) -> float:
+    def bytes_sent(self, strategy: StrategySection, reduced: float, divided: float) -> float:
         """Return the bytes that a rank sends in its all-reduces and all-to-alls, by ring
         algorithms; 0 if it has none. Bytes of other messages follow from shapes in a trace.
 

@@ -4,16 +4,16 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.recipe.sections import Recipe, Strategy
+from trainer.recipe.sections import Recipe, StrategySection
 from trainer.recipe.strategies import cp, sharding, tp
-from trainer.recipe.strategies.dimension import Divided, TriedSizes, missing_beside
+from trainer.recipe.strategies.dimension import Divided, StrategySizes, missing_beside
 
 KEYS: tuple[str, ...] = ("ep",)
 DIVIDES: Divided = "experts"
 APPLIED_BY = "trainer.parallel.expert"
 
 
-def ranks(strategy: Strategy) -> int:
+def ranks(strategy: StrategySection) -> int:
     return strategy.ep
 
 
@@ -49,15 +49,15 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.factory", "the experts of its model are not known; set strategy.ep=1"
 
 
-def describe(strategy: Strategy, idle: float) -> str:
+def describe(strategy: StrategySection, idle: float) -> str:
     return f"ep={strategy.ep}" if strategy.ep > 1 else ""
 
 
-def tried(sizes: TriedSizes) -> Iterator[dict[str, Any]]:
+def tried(sizes: StrategySizes) -> Iterator[dict[str, Any]]:
     for ranks in sorted({1, sizes.experts_apart}):
         yield {"ep": ranks}
 
 
-def bytes_sent(strategy: Strategy, reduced: float, divided: float) -> float:
+def bytes_sent(strategy: StrategySection, reduced: float, divided: float) -> float:
     # Routers are assumed to send equally many rows to all ranks.
     return (1 - 1 / strategy.ep) * divided

@@ -3,19 +3,19 @@ disk; applied by trainer/parallel/fsdp.py and offload.py."""
 
 from collections.abc import Iterator
 
-from trainer.recipe.sections import Recipe, Strategy
+from trainer.recipe.sections import Recipe, StrategySection
 from trainer.recipe.strategies import sharding
 
 
-def used(strategy: Strategy) -> bool:
+def used(strategy: StrategySection) -> bool:
     return strategy.offload != "none"
 
 
-def to_host(strategy: Strategy) -> bool:
+def to_host(strategy: StrategySection) -> bool:
     return strategy.offload == "cpu"
 
 
-def to_disk(strategy: Strategy) -> bool:
+def to_disk(strategy: StrategySection) -> bool:
     return strategy.offload == "nvme"
 
 
@@ -56,5 +56,5 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
-def describe(strategy: Strategy) -> str:
+def describe(strategy: StrategySection) -> str:
     return f" with offload to {strategy.offload}," if used(strategy) else ""

@@ -3,31 +3,31 @@
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.recipe.sections import PipelineSchedule, Recipe, Strategy
+from trainer.recipe.sections import PipelineSchedule, Recipe, StrategySection
 from trainer.recipe.strategies import sharding
-from trainer.recipe.strategies.dimension import Divided, TriedSizes, missing_beside
+from trainer.recipe.strategies.dimension import Divided, StrategySizes, missing_beside
 
 KEYS: tuple[str, ...] = ("pp", "pp_schedule", "pp_stages_per_rank")
 DIVIDES: Divided = "stages"
 APPLIED_BY = "trainer.parallel.pipeline"
 
 
-def ranks(strategy: Strategy) -> int:
+def ranks(strategy: StrategySection) -> int:
     return strategy.pp
 
 
-def shape(strategy: Strategy) -> tuple[PipelineSchedule, int, int]:
+def shape(strategy: StrategySection) -> tuple[PipelineSchedule, int, int]:
     """Return (schedule, number of ranks, stages per rank), the first arguments of
     `trainer.parallel.schedules.schedule`."""
     return strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank
 
 
-def stages(strategy: Strategy) -> int:
+def stages(strategy: StrategySection) -> int:
     """Return the number of stages of the whole pipeline."""
     return strategy.pp * strategy.pp_stages_per_rank
 
 
-def splits_backward(strategy: Strategy) -> bool:
+def splits_backward(strategy: StrategySection) -> bool:
     """Return whether gradients of weights are computed later than gradients of activations."""
     return strategy.pp_schedule == "zero_bubble"
 
@@ -72,7 +72,7 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
-def describe(strategy: Strategy, idle: float) -> str:
+def describe(strategy: StrategySection, idle: float) -> str:
     name, size, of_each = shape(strategy)
     if size == 1:
         return ""
@@ -80,7 +80,7 @@ def describe(strategy: Strategy, idle: float) -> str:
     return f"pp={size}{several} {name} (ranks idle for {idle:.0%} of a step)"
 
 
-def tried(sizes: TriedSizes) -> Iterator[dict[str, Any]]:
+def tried(sizes: StrategySizes) -> Iterator[dict[str, Any]]:
     for ranks in sizes.powers:
         for of_each in (1, 2, 4) if ranks > 1 else (1,):
             if ranks * of_each <= sizes.blocks:
@@ -91,5 +91,5 @@ def tried(sizes: TriedSizes) -> Iterator[dict[str, Any]]:
                 }
 
 
-def bytes_sent(strategy: Strategy, reduced: float, divided: float) -> float:
+def bytes_sent(strategy: StrategySection, reduced: float, divided: float) -> float:
     return 0.0  # stages send point-to-point messages

@@ -4,7 +4,7 @@ applied by trainer/parallel/fsdp.py and ddp.py."""
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainer.recipe.sections import ZERO_STAGES, Recipe, Sharding, Strategy
+from trainer.recipe.sections import ZERO_STAGES, Recipe, Sharding, StrategySection
 
 
 def name(recipe: Recipe) -> Sharding:
@@ -44,7 +44,7 @@ def group(recipe: Recipe, sharing: int, in_node: int) -> int:
     return sharing
 
 
-def resolved(strategy: Strategy) -> Strategy:
+def resolved(strategy: StrategySection) -> StrategySection:
     """Replace `zero` by the equivalent `sharding`, unless the two contradict each other."""
     if strategy.zero is None or strategy.name == "ddp":
         return strategy

@@ -3,20 +3,20 @@
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.recipe.sections import Recipe, Strategy
+from trainer.recipe.sections import Recipe, StrategySection
 from trainer.recipe.strategies import cp
-from trainer.recipe.strategies.dimension import Divided, TriedSizes, missing_beside
+from trainer.recipe.strategies.dimension import Divided, StrategySizes, missing_beside
 
 KEYS: tuple[str, ...] = ("tp", "sequence_parallel")
 DIVIDES: Divided = "layers"
 APPLIED_BY = "trainer.parallel.tensor"
 
 
-def ranks(strategy: Strategy) -> int:
+def ranks(strategy: StrategySection) -> int:
     return strategy.tp
 
 
-def stream_parts(strategy: Strategy) -> int:
+def stream_parts(strategy: StrategySection) -> int:
     """Return the number of parts into which the residual stream is cut along the sequence."""
     return strategy.tp if strategy.sequence_parallel else 1
 
@@ -43,18 +43,18 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
-def describe(strategy: Strategy, idle: float) -> str:
+def describe(strategy: StrategySection, idle: float) -> str:
     if strategy.tp == 1:
         return ""
     sequence = " with sequence parallelism" if strategy.sequence_parallel else ""
     return f"tp={strategy.tp}{sequence}"
 
 
-def tried(sizes: TriedSizes) -> Iterator[dict[str, Any]]:
+def tried(sizes: StrategySizes) -> Iterator[dict[str, Any]]:
     for ranks in sizes.in_node:
         yield {"tp": ranks, "sequence_parallel": ranks > 1}
 
 
-def bytes_sent(strategy: Strategy, reduced: float, divided: float) -> float:
+def bytes_sent(strategy: StrategySection, reduced: float, divided: float) -> float:
     # An all-reduce is a reduce-scatter and an all-gather.
     return 2 * (1 - 1 / strategy.tp) * reduced

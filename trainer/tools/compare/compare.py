@@ -13,20 +13,25 @@ from typing import Any
 
 from checkpointing.storage.folders import collect_memory
 from checkpointing.storage.place import location
-from elastic.record.attempt import StepLine
+from elastic.record.attempt import LedgerStepLine
 from elastic.record.history import LedgerError, read_history
 from trainer.plan import predict
 from trainer.recipe import RecipeError
 from trainer.run.preflight import check_inputs, check_optimizer
-from trainer.run.profile import ProfileRecord, read_records
+from trainer.run.profile import RunProfileRecord, read_records
 from trainer.tasks.task import Task, build_task
-from trainer.tools.compare.compared_strategies import AFTER_SAVE, WARM_UP, StrategyRecipe, candidate
+from trainer.tools.compare.compared_strategies import (
+    AFTER_SAVE,
+    WARM_UP,
+    ComparedStrategy,
+    candidate,
+)
 from trainer.tools.report.report import read_metrics
 from trainer.tools.torchrun import run_ranks
 
 INTERRUPTED = "not measured: interrupted"
 MEMORY = ("peak", "parameters", "gathered", "gradients", "optimizer_state", "host")
-"""Bytes that both `StrategyOutcome` and `ProfileRecord` have."""
+"""Bytes that both `ComparedOutcome` and `RunProfileRecord` have."""
 
 # Largest relative difference of a loss, by dtype. In fp32 strategies only sum in different orders;
 # the largest difference seen over 50 steps was 6e-7. In bf16 and fp16 FSDP casts all parameters,
@@ -36,7 +41,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
 
 
 @dataclass
-class StrategyOutcome:
+class ComparedOutcome:
     """Measurements of one strategy, in bytes and seconds; memory is that of the rank with most."""
 
     name: str
@@ -53,7 +58,7 @@ class StrategyOutcome:
     """Step → loss, of the logged steps."""
     difference: float | None = None
     """Largest relative difference of a loss from the first strategy's."""
-    ranks: list[ProfileRecord] = field(default_factory=list)
+    ranks: list[RunProfileRecord] = field(default_factory=list)
     peak: int | None = None
     parameters: int | None = None
     gathered: int | None = None
@@ -65,7 +70,7 @@ class StrategyOutcome:
     bubble: float | None = None
     """Share of the timed steps in which a pipeline idled, from metrics.jsonl."""
     communication_bytes: float | None = None
-    """Bytes that a rank sends per step, as `ProfileRecord.sent`."""
+    """Bytes that a rank sends per step, as `RunProfileRecord.sent`."""
     checkpoint_stall: float | None = None
     """Seconds of training that one checkpoint cost."""
     checkpoint_seconds: float | None = None
@@ -95,7 +100,7 @@ def run_comparison(
     ranks: int,
     steps: int,
     out: Path,
-) -> list[StrategyOutcome]:
+) -> list[ComparedOutcome]:
     """Run every strategy, and print a line for each. A strategy that cannot run has the reason as
     its problem. After Ctrl-C the problem of the remaining strategies is INTERRUPTED.
 
@@ -126,14 +131,14 @@ def run_comparison(
             whose.setdefault(one.problem, []).append(one.name)
         raise RecipeError("; ".join(f"{', '.join(of)}: {why}" for why, of in whose.items()))
     (out / "logs").mkdir(parents=True)
-    outcomes: list[StrategyOutcome] = []
+    outcomes: list[ComparedOutcome] = []
     for number, one in enumerate(strategies, 1):
         began = time.monotonic()
         try:
             outcome = _run(one, ranks, steps, out)
         except KeyboardInterrupt:
             left = strategies[number - 1 :]
-            outcomes += [StrategyOutcome(one.name, INTERRUPTED) for one in left]
+            outcomes += [ComparedOutcome(one.name, INTERRUPTED) for one in left]
             break
         outcome.unit = unit
         outcomes.append(outcome)
@@ -147,7 +152,7 @@ def run_comparison(
 # --- running ---------------------------------------------------------------------------------
 
 
-def _checked(one: StrategyRecipe, task: Task, ranks: int) -> StrategyRecipe:
+def _checked(one: ComparedStrategy, task: Task, ranks: int) -> ComparedStrategy:
     """Return the strategy, with the problem that prevents its run on `ranks` ranks, if any."""
     try:
         if one.recipe:
@@ -158,18 +163,18 @@ def _checked(one: StrategyRecipe, task: Task, ranks: int) -> StrategyRecipe:
     return one
 
 
-def _run(one: StrategyRecipe, ranks: int, steps: int, out: Path) -> StrategyOutcome:
+def _run(one: ComparedStrategy, ranks: int, steps: int, out: Path) -> ComparedOutcome:
     if one.recipe is None:
-        return StrategyOutcome(one.name, f"cannot run: {one.problem}")
+        return ComparedOutcome(one.name, f"cannot run: {one.problem}")
     run, log = out / "runs" / one.name, out / "logs" / f"{one.name}.log"
     try:
         if code := _launch(["-m", "trainer", *one.arguments], ranks, log, run):
             problem = f"failed: {_last_error(log, code)}; see {log}"
-            return StrategyOutcome(one.name, problem, failed=True)
+            return ComparedOutcome(one.name, problem, failed=True)
         outcome = _read_run(one.name, run, steps)
     except (LedgerError, OSError, KeyError) as error:
         problem = f"failed: left no figures: {error}; see {log}"
-        return StrategyOutcome(one.name, problem, failed=True)
+        return ComparedOutcome(one.name, problem, failed=True)
     try:
         outcome.predicted = asdict(predict(one.recipe, ranks, ranks))
     except RecipeError as error:  # a model that cannot be traced
@@ -201,7 +206,7 @@ def _launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
 # --- reading ---------------------------------------------------------------------------------
 
 
-def _read_run(name: str, run: Path, steps: int) -> StrategyOutcome:
+def _read_run(name: str, run: Path, steps: int) -> ComparedOutcome:
     """Read the figures of a strategy's run. Raises LedgerError or KeyError if the run's records are
     incomplete."""
     by_number = {step.step: step for step in read_history(run).attempts[-1].steps}
@@ -220,7 +225,7 @@ def _read_run(name: str, run: Path, steps: int) -> StrategyOutcome:
         kind: max((getattr(record, kind) for record in ranks), default=None)
         for kind in (*MEMORY, "sent")
     }
-    return StrategyOutcome(
+    return ComparedOutcome(
         name,
         step_seconds=timed,
         rate=tokens_per_step / median(timed),
@@ -236,7 +241,7 @@ def _read_run(name: str, run: Path, steps: int) -> StrategyOutcome:
     )
 
 
-def stall(steps: Mapping[int, StepLine], save_at: int, usual: float) -> float:
+def stall(steps: Mapping[int, LedgerStepLine], save_at: int, usual: float) -> float:
     """Seconds of training that a checkpoint after step `save_at` cost: the longer pause before the
     next step, and the slowdown of later steps from their `usual` seconds."""
 
@@ -254,7 +259,7 @@ def stall(steps: Mapping[int, StepLine], save_at: int, usual: float) -> float:
 # --- judging ---------------------------------------------------------------------------------
 
 
-def compare_losses(outcomes: Sequence[StrategyOutcome]) -> None:
+def compare_losses(outcomes: Sequence[ComparedOutcome]) -> None:
     """Set `difference` of each outcome, relative to the first outcome with losses."""
     reference = next((one.losses for one in outcomes if one.losses), {})
     for one in outcomes:
@@ -265,7 +270,7 @@ def compare_losses(outcomes: Sequence[StrategyOutcome]) -> None:
             )
 
 
-def problems(outcomes: Sequence[StrategyOutcome], tolerance: float) -> list[str]:
+def problems(outcomes: Sequence[ComparedOutcome], tolerance: float) -> list[str]:
     """Sentences about failed strategies, and about losses that differ by more than `tolerance`."""
     sentences = [f"{one.name}: {one.problem}" for one in outcomes if one.failed]
     first = next((one.name for one in outcomes if one.losses), "")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.recipe import Recipe, RecipeError, Strategy, load_recipe
+from trainer.recipe import Recipe, RecipeError, StrategySection, load_recipe
 from trainer.recipe.strategies import dividing, sizes
 
 WARM_UP, AFTER_SAVE, MEASURED = 5, 4, 3
@@ -38,7 +38,7 @@ MODIFIERS: dict[str, tuple[str, ...]] = {
     "interleaved": ("strategy.pp_schedule=interleaved_1f1b", "strategy.pp_stages_per_rank=2"),
     "zero_bubble": ("strategy.pp_schedule=zero_bubble",),
 }
-SIZES = tuple(sizes(Strategy()))
+SIZES = tuple(sizes(StrategySection()))
 LAYOUT = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)")
 """Pattern of a modifier that sets how many ranks share a computation: tp2, pp4."""
 LAYOUT_BASE = "zero2"
@@ -61,7 +61,7 @@ DEFAULT = (
 
 
 @dataclass(frozen=True)
-class StrategyRecipe:
+class ComparedStrategy:
     """A strategy, and the recipe that runs it."""
 
     name: str
@@ -74,7 +74,7 @@ class StrategyRecipe:
 
 def candidate(
     name: str, recipe_path: str, overrides: Sequence[str], ranks: int, steps: int, run: Path
-) -> StrategyRecipe:
+) -> ComparedStrategy:
     """Build the recipe of a named strategy for a number of ranks. A name is a key of BASES, with
     modifiers after "+": keys of MODIFIERS, or words that LAYOUT matches. Such a word may also come
     first. Raises RecipeError if the name is unknown, or the recipe is wrong."""
@@ -101,15 +101,15 @@ def candidate(
                 f"needs to divide the {sharing} rank(s) that can share parameters into several "
                 f"groups of several ranks; use --nproc {4 * together}"
             )
-            return StrategyRecipe(name, (), None, why)
+            return ComparedStrategy(name, (), None, why)
         strategy.append(f"strategy.shard_size={size}")
     arguments = (recipe_path, *overrides, *_settings(plain, steps, run), *strategy)
     try:
         recipe = load_recipe(arguments[0], arguments[1:])
     except RecipeError as error:
         why = re.sub(r"^override '[^']*': ", "", str(error), flags=re.MULTILINE)
-        return StrategyRecipe(name, arguments, None, "; ".join(why.splitlines()))
-    return StrategyRecipe(name, arguments, recipe)
+        return ComparedStrategy(name, arguments, None, "; ".join(why.splitlines()))
+    return ComparedStrategy(name, arguments, recipe)
 
 
 def _settings(recipe: Recipe, steps: int, run: Path) -> list[str]:

@@ -16,7 +16,7 @@ from elastic import usable_cores
 from trainer.recipe import Recipe, resolved
 from trainer.text import markdown
 from trainer.tools import svg
-from trainer.tools.compare.compare import INTERRUPTED, StrategyOutcome
+from trainer.tools.compare.compare import INTERRUPTED, ComparedOutcome
 
 PLANNED = "planned"
 PARTS_KINDS = {
@@ -26,10 +26,10 @@ PARTS_KINDS = {
     "communication_bytes": "sent per step",
     "checkpoint_bytes": "checkpoint",
 }
-"""Field that both `StrategyOutcome` and `Prediction` have, except the peak → column title."""
+"""Field that both `ComparedOutcome` and `Prediction` have, except the peak → column title."""
 
 
-def table(outcomes: Sequence[StrategyOutcome]) -> str:
+def table(outcomes: Sequence[ComparedOutcome]) -> str:
     """Format a Markdown table of the strategies that ran, and below it a list of those that did not
     run, and of the bubbles of pipelines."""
     shown = [outcome for outcome in outcomes if not outcome.problem]
@@ -51,12 +51,12 @@ def table(outcomes: Sequence[StrategyOutcome]) -> str:
     return "\n".join([*lines, *([""] if lines and notes else []), *notes])
 
 
-def parts_table(outcomes: Sequence[StrategyOutcome]) -> str:
+def parts_table(outcomes: Sequence[ComparedOutcome]) -> str:
     """Format a Markdown table of measured bytes of memory, network and checkpoint, with the
     prediction of `perdure plan` in brackets; "" if nothing ran."""
     shown = [outcome for outcome in outcomes if not outcome.problem]
 
-    def cell(outcome: StrategyOutcome, kind: str) -> str:
+    def cell(outcome: ComparedOutcome, kind: str) -> str:
         planned = f" ({_megabytes(outcome.predicted.get(kind))})" if outcome.predicted else ""
         return f"{_megabytes(getattr(outcome, kind))}{planned}"
 
@@ -65,7 +65,7 @@ def parts_table(outcomes: Sequence[StrategyOutcome]) -> str:
     return "\n".join(markdown(columns, rows, range(1, len(columns)))) if rows else ""
 
 
-def _cells(outcome: StrategyOutcome) -> dict[str, str]:
+def _cells(outcome: ComparedOutcome) -> dict[str, str]:
     spread = ""
     low, middle, high = (outcome.quantile(share) for share in (0.1, 0.5, 0.9))
     if low is not None and middle is not None and high is not None:
@@ -83,7 +83,7 @@ def _cells(outcome: StrategyOutcome) -> dict[str, str]:
     }
 
 
-def _bubble(outcome: StrategyOutcome) -> str:
+def _bubble(outcome: ComparedOutcome) -> str:
     simulated, formula = (outcome.predicted.get(key) for key in ("bubble", "bubble_formula"))
     planned = f" (simulated {_number(simulated, '.1%')}, by formula {_number(formula, '.1%')})"
     return f"bubble {outcome.bubble:.1%}{planned if outcome.predicted else ''}"
@@ -140,7 +140,7 @@ def _describe(where: dict[str, Any]) -> str:
 
 
 def write_report(
-    outcomes: Sequence[StrategyOutcome], where: dict[str, Any], out: Path
+    outcomes: Sequence[ComparedOutcome], where: dict[str, Any], out: Path
 ) -> list[Path]:
     """Write compare.md, .json, .csv and .svg into a folder, and return their paths."""
     tables = [text for text in (table(outcomes), parts_table(outcomes)) if text]
@@ -157,11 +157,11 @@ def write_report(
     return paths
 
 
-def _record(outcome: StrategyOutcome) -> dict[str, Any]:
+def _record(outcome: ComparedOutcome) -> dict[str, Any]:
     return {**asdict(outcome), "final_loss": outcome.final_loss}
 
 
-def _comma_separated(outcomes: Sequence[StrategyOutcome]) -> str:
+def _comma_separated(outcomes: Sequence[ComparedOutcome]) -> str:
     rows = []
     for outcome in outcomes:
         record = _record(outcome)
@@ -191,7 +191,7 @@ PARTS = {
 COMPUTE, COMMUNICATION = "#76a5c4", "#e15759"
 
 
-def _picture(outcomes: Sequence[StrategyOutcome], caption: str) -> str:
+def _picture(outcomes: Sequence[ComparedOutcome], caption: str) -> str:
     """Draw an SVG with a bar of memory and a bar of time for each strategy that ran."""
     shown = [outcome for outcome in outcomes if not outcome.problem]
     height = TOP + ROW * len(shown) + 40
@@ -221,7 +221,7 @@ def _picture(outcomes: Sequence[StrategyOutcome], caption: str) -> str:
     return svg.document(WIDTH, height, body)
 
 
-def _memory_bar(outcome: StrategyOutcome, y: float, scale: float) -> list[str]:
+def _memory_bar(outcome: ComparedOutcome, y: float, scale: float) -> list[str]:
     if outcome.peak is None:
         return [svg.label(LEFT, y + 13, "not measured", color=svg.SOFT, size=11)]
     sizes = [getattr(outcome, name, None) or 0 for name in [*PARTS][:3]]
@@ -238,7 +238,7 @@ def _memory_bar(outcome: StrategyOutcome, y: float, scale: float) -> list[str]:
     return [*parts, svg.label(x + 6, y + 13, f"{outcome.peak / 1e6:,.1f}")]
 
 
-def _time_bar(outcome: StrategyOutcome, left: float, y: float, scale: float) -> list[str]:
+def _time_bar(outcome: ComparedOutcome, left: float, y: float, scale: float) -> list[str]:
     low, middle, high = ((outcome.quantile(share) or 0.0) * scale for share in (0.1, 0.5, 0.9))
     share, median = outcome.communication or 0.0, outcome.quantile(0.5) or 0.0
     rate = f"{outcome.rate:,.0f} {outcome.unit}/s" if outcome.rate else ""

@@ -14,7 +14,7 @@ from trainer.tools.importing.accelerate_keys import TABLE
 from trainer.tools.importing.deepspeed_keys import INLINE
 from trainer.tools.importing.deepspeed_keys import TABLE as DEEPSPEED
 from trainer.tools.importing.foreign_config import (
-    ForeignConfig,
+    ImportedConfig,
     a_boolean_or_word,
     a_positive_number,
     a_whole_number,
@@ -83,7 +83,7 @@ def import_accelerate(
     imported.override(overrides)
     read = read_json if Path(path).suffix == ".json" else read_yaml
     tree = read(path, "configuration of accelerate")
-    source = ForeignConfig(str(path), flat(tree), TABLE, imported)
+    source = ImportedConfig(str(path), flat(tree), TABLE, imported)
     arguments = read_arguments(training_arguments, imported)
     ranks = _launch(source, ranks)
     spread, optimizes = _distribute(source), True
@@ -109,7 +109,7 @@ def import_accelerate(
     return imported
 
 
-def fsdp_of_arguments(arguments: ForeignConfig) -> None:
+def fsdp_of_arguments(arguments: ImportedConfig) -> None:
     """Translate `fsdp` and `fsdp_config` of TrainingArguments. `fsdp` is true, or words as in
     transformers 4, such as "full_shard auto_wrap offload". Without `fsdp` Trainer uses DDP."""
     imported, held = arguments.imported, arguments.left.get("fsdp")
@@ -129,7 +129,7 @@ def fsdp_of_arguments(arguments: ForeignConfig) -> None:
     _fsdp(arguments, version=1 if legacy else 2)
 
 
-def _launch(source: ForeignConfig, ranks: int | None) -> int | None:
+def _launch(source: ImportedConfig, ranks: int | None) -> int | None:
     """Set the launch command of the report, and return the number of ranks."""
     where = source.take("compute_environment", str, "LOCAL_MACHINE")
     if where != "LOCAL_MACHINE":
@@ -155,7 +155,7 @@ def _launch(source: ForeignConfig, ranks: int | None) -> int | None:
     return ranks
 
 
-def _distribute(source: ForeignConfig) -> str:
+def _distribute(source: ImportedConfig) -> str:
     """Return the value of `distributed_type`. Raises RecipeError if it has no counterpart."""
     kind = source.take("distributed_type", str)
     if kind is None:
@@ -169,7 +169,7 @@ def _distribute(source: ForeignConfig) -> str:
     return kind
 
 
-def _mixed_precision(source: ForeignConfig) -> str:
+def _mixed_precision(source: ImportedConfig) -> str:
     """Return the mixed precision, a key of DTYPES. For "fp8", also set precision.matmul."""
     old = source.take("fp16", a_boolean_or_word, False)
     mixed: str = source.take("mixed_precision", one_of(*DTYPES), "fp16" if old else "no")
@@ -184,7 +184,7 @@ def _mixed_precision(source: ForeignConfig) -> str:
     return mixed
 
 
-def _put_precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str) -> None:
+def _put_precision(source: ImportedConfig, arguments: ImportedConfig, mixed: str) -> None:
     """Set the precision of a run without DeepSpeed. As in Trainer, TrainingArguments override
     accelerate."""
     dtype_of_arguments = mixed_precision(arguments)
@@ -200,7 +200,7 @@ def _put_precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str) 
 
 
 def _data_parallel(
-    source: ForeignConfig, arguments: ForeignConfig, spread: str, ranks: int | None, mixed: str
+    source: ImportedConfig, arguments: ImportedConfig, spread: str, ranks: int | None, mixed: str
 ) -> None:
     imported = source.imported
     imported.replicas = ranks
@@ -225,7 +225,7 @@ def _sharding_of(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def _fsdp(source: ForeignConfig, version: int) -> None:
+def _fsdp(source: ImportedConfig, version: int) -> None:
     """Translate `fsdp_config`: sharding, offloading and activation checkpointing."""
     strategy, reshard = f"{FSDP}sharding_strategy", f"{FSDP}reshard_after_forward"
     named = one_of(*FSDP1)
@@ -256,7 +256,7 @@ def _fsdp(source: ForeignConfig, version: int) -> None:
             source.put(FSDP + name, target, value)
 
 
-def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
+def _parallelism(source: ImportedConfig, ranks: int | None, spread: str) -> None:
     """Translate `parallelism_config`: the size of each kind of parallelism."""
     sizes = {
         name: int(source.take(f"{PARALLEL}{name}_size", a_whole_number, 1) or 1)
@@ -291,7 +291,7 @@ def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
         source.put(f"{PARALLEL}dp_shard_size", "strategy.shard_size", group, note)
 
 
-def _megatron(source: ForeignConfig, ranks: int | None) -> None:
+def _megatron(source: ImportedConfig, ranks: int | None) -> None:
     """Translate `megatron_lm_config`: sizes of parallelism, and switches."""
     imported, together = source.imported, 1
     for name, target in (
@@ -337,8 +337,8 @@ def _megatron(source: ForeignConfig, ranks: int | None) -> None:
 
 
 def _deepspeed(
-    source: ForeignConfig,
-    arguments: ForeignConfig,
+    source: ImportedConfig,
+    arguments: ImportedConfig,
     ranks: int | None,
     mixed: str,
     allow_unknown: bool,
@@ -353,20 +353,20 @@ def _deepspeed(
     has_file = named and named != "none"
     if has_file:
         path = beside(str(named), source.file, "deepspeed_config.deepspeed_config_file")
-        ds = ForeignConfig(str(path), flat(read_json(path, "ds_config")), DEEPSPEED, imported)
+        ds = ImportedConfig(str(path), flat(read_json(path, "ds_config")), DEEPSPEED, imported)
         ds.assumed["gradient_accumulation_steps"] = 1
         for key in ("bf16.enabled", "fp16.enabled"):
             if mixed != "no" and key not in ds.left:
                 ds.assumed[key] = key.startswith(DTYPES[mixed])
     else:
-        ds = ForeignConfig(imported.file, values, INLINE, imported)
+        ds = ImportedConfig(imported.file, values, INLINE, imported)
         keys = ("gradient_accumulation_steps", "gradient_clipping", "bf16.enabled", "fp16.enabled")
         ds.assumed = {"zero_optimization.stage": 2, **dict.fromkeys(keys, "auto")}
     optimizes = deepspeed.translate(ds, arguments, ranks, mixed=mixed)
     ds.drop_rest(allow_unknown)
     # beside a ds_config file, accelerate reads only keys about the launch from its own section
     if has_file:
-        rest = ForeignConfig(imported.file, values, INLINE, imported)
+        rest = ImportedConfig(imported.file, values, INLINE, imported)
         others = [key for key in rest.left if not key.startswith("deepspeed_config.")]
         rest.settle(others, "", f"{path.name} has it")
         rest.drop_rest(allow_unknown)
@@ -380,7 +380,7 @@ def _deepspeed(
     return optimizes
 
 
-def _compile(source: ForeignConfig) -> None:
+def _compile(source: ImportedConfig) -> None:
     """Translate `dynamo_config`, or the older `dynamo_backend`."""
     for key in ("dynamo_backend", "dynamo_config.dynamo_backend"):
         backend = source.take(key, str, "NO")

@@ -14,7 +14,7 @@ from trainer.recipe import ZERO_STAGES
 from trainer.recipe.yaml_tree import flat
 from trainer.tools.importing.deepspeed_keys import TABLE
 from trainer.tools.importing.foreign_config import (
-    ForeignConfig,
+    ImportedConfig,
     a_boolean,
     a_number,
     a_pair,
@@ -24,7 +24,7 @@ from trainer.tools.importing.foreign_config import (
     one_of,
     read_json,
 )
-from trainer.tools.importing.imported import ABSENT, ImportedRecipe, ReportLine
+from trainer.tools.importing.imported import ABSENT, ImportedRecipe, ImportReportLine
 from trainer.tools.importing.training_arguments import (
     DTYPES,
     fill,
@@ -101,7 +101,7 @@ def import_deepspeed(
     imported = ImportedRecipe(str(path))
     imported.override(overrides)
     arguments = read_arguments(training_arguments, imported)
-    source = ForeignConfig(str(path), flat(read_json(path, "ds_config")), TABLE, imported)
+    source = ImportedConfig(str(path), flat(read_json(path, "ds_config")), TABLE, imported)
     by_trainer = source.automatic or is_file(arguments) or not source.has("optimizer.type")
     optimizes = translate(source, arguments, ranks, by_trainer=by_trainer)
     source.drop_rest(allow_unknown)
@@ -113,7 +113,7 @@ def import_deepspeed(
 
 
 def deepspeed_of_arguments(
-    arguments: ForeignConfig, ranks: int | None, allow_unknown: bool
+    arguments: ImportedConfig, ranks: int | None, allow_unknown: bool
 ) -> bool:
     """Translate the ds_config that TrainingArguments contain or name. Return whether
     TrainingArguments may have the values of the optimizer."""
@@ -124,10 +124,10 @@ def deepspeed_of_arguments(
     if isinstance(held, dict):
         arguments.left.pop("deepspeed")
         values = flat(held, "deepspeed.")
-        source = ForeignConfig(arguments.file, values, TABLE, imported, prefix="deepspeed.")
+        source = ImportedConfig(arguments.file, values, TABLE, imported, prefix="deepspeed.")
     else:
         path = beside(str(held), arguments.file, "deepspeed")
-        source = ForeignConfig(str(path), flat(read_json(path, "ds_config")), TABLE, imported)
+        source = ImportedConfig(str(path), flat(read_json(path, "ds_config")), TABLE, imported)
         arguments.became("deepspeed", "strategy", f"{path.name} has it")
     optimizes = translate(source, arguments, ranks)
     source.drop_rest(allow_unknown)
@@ -135,8 +135,8 @@ def deepspeed_of_arguments(
 
 
 def translate(
-    source: ForeignConfig,
-    arguments: ForeignConfig,
+    source: ImportedConfig,
+    arguments: ImportedConfig,
     ranks: int | None,
     *,
     by_trainer: bool = True,
@@ -167,7 +167,7 @@ def translate(
     return not foreign
 
 
-def _strategy(source: ForeignConfig) -> None:
+def _strategy(source: ImportedConfig) -> None:
     imported = source.imported
     key, parts = f"{ZERO}stage", f"{ZERO}mics_shard_size"
     if isinstance(source.left.get(ZERO[:-1]), bool):  # DeepSpeed's spelling in its first year
@@ -199,7 +199,7 @@ def _strategy(source: ForeignConfig) -> None:
         source.put(used, "strategy.activation_checkpointing", "full", note)
 
 
-def _offload(source: ForeignConfig, stage: int) -> str:
+def _offload(source: ImportedConfig, stage: int) -> str:
     """Return the device of DeepSpeed's offloaded optimizer state or parameters: "", "cpu" or
     "nvme". Also set the recipe's offload keys."""
     devices: dict[str, str] = {}
@@ -227,7 +227,7 @@ def _offload(source: ForeignConfig, stage: int) -> str:
     return device
 
 
-def _parallelism(source: ForeignConfig, ranks: int | None) -> int | None:
+def _parallelism(source: ImportedConfig, ranks: int | None) -> int | None:
     """Translate tensor and sequence parallelism; return the number of model replicas, if known."""
     together = 1
     for key, target, note in SIZES:
@@ -240,7 +240,7 @@ def _parallelism(source: ForeignConfig, ranks: int | None) -> int | None:
     return ranks // together if ranks else None
 
 
-def _precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str | None) -> None:
+def _precision(source: ImportedConfig, arguments: ImportedConfig, mixed: str | None) -> None:
     dtypes = {"bf16": "bf16", "fp16": "fp16", "amp": "fp16", "torch_autocast": "bf16"}
     cast = str(source.take("torch_autocast.dtype", str, "bfloat16")).removeprefix("torch.")
     if cast in ("float16", "half", "fp16"):
@@ -280,10 +280,10 @@ def _precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str | Non
         if "fp16.loss_scale_window" not in source.left:
             why = "after 1000 good steps there, 2000 here, the scale doubles"
             name = f"{source.label}fp16.loss_scale_window"
-            source.imported.lines.append(ReportLine(name, ABSENT, "", why, differs=True))
+            source.imported.lines.append(ImportReportLine(name, ABSENT, "", why, differs=True))
 
 
-def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float | None, str]:
+def _optimizer(source: ImportedConfig, arguments: ImportedConfig) -> tuple[float | None, str]:
     """Translate the optimizer's parameters. Return its learning rate, if set, and for an unknown
     optimizer the reason why its learning rates do not apply."""
     clip = source.take("gradient_clipping", a_number)
@@ -339,7 +339,7 @@ def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float |
     return peak, ""
 
 
-def _decay(source: ForeignConfig, arguments: ForeignConfig, value: str) -> None:
+def _decay(source: ImportedConfig, arguments: ImportedConfig, value: str) -> None:
     """Translate weight decay. `value`: name of the recipe's optimizer."""
     key, usual, differs = PARAMS + "weight_decay", 0.0, ""
     decay = source.take(key, a_number)
@@ -357,8 +357,8 @@ def _decay(source: ForeignConfig, arguments: ForeignConfig, value: str) -> None:
 
 
 def _schedule(
-    source: ForeignConfig,
-    arguments: ForeignConfig,
+    source: ImportedConfig,
+    arguments: ImportedConfig,
     peak: float | None,
     foreign: str,
     by_trainer: bool,
@@ -409,7 +409,7 @@ def _schedule(
         source.became(high, "", foreign, differs=True)
 
 
-def _batch(source: ForeignConfig, arguments: ForeignConfig, by_trainer: bool) -> None:
+def _batch(source: ImportedConfig, arguments: ImportedConfig, by_trainer: bool) -> None:
     replicas = source.imported.replicas
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, passes = (source.take(name, a_positive_number) for name in names)

@@ -15,7 +15,7 @@ from trainer.recipe.yaml_tree import listed, read_tree
 from trainer.tools.importing.imported import (
     ABSENT,
     ImportedRecipe,
-    ReportLine,
+    ImportReportLine,
     inline,
     recipe_default,
 )
@@ -25,7 +25,7 @@ Converter: TypeAlias = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class KeyTable:
+class ImportKeyTable:
     """Rules for the untranslated keys of one kind of file. A key that ends in a dot stands for all
     keys below it."""
 
@@ -102,14 +102,14 @@ def beside(named: str, file: str, key: str) -> Path:
     )
 
 
-class ForeignConfig:
+class ImportedConfig:
     """The keys of a configuration file. What became of each key is recorded exactly once."""
 
     def __init__(
         self,
         file: str,
         values: Mapping[str, Any],
-        table: KeyTable,
+        table: ImportKeyTable,
         imported: ImportedRecipe,
         *,
         prefix: str = "",
@@ -172,7 +172,7 @@ class ForeignConfig:
         if key in self.left:
             value = self.left.pop(key)
             name = self.label + self.spelled[key]
-            self.imported.lines.append(ReportLine(name, value, target, why, differs))
+            self.imported.lines.append(ImportReportLine(name, value, target, why, differs))
 
     def settle(
         self, keys: Iterable[str], target: str, why: str = "", *, differs: bool = False
@@ -213,7 +213,7 @@ class ForeignConfig:
             self.became(key, became, remark, differs=bool(differs) or other)
         elif differs or other:
             name = self.label + self.spelled.get(key, key)
-            self.imported.lines.append(ReportLine(name, ABSENT, became, remark, True))
+            self.imported.lines.append(ImportReportLine(name, ABSENT, became, remark, True))
 
     def move(
         self,

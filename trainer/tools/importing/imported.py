@@ -29,7 +29,7 @@ ABSENT = object()
 
 
 @dataclass(frozen=True)
-class ReportLine:
+class ImportReportLine:
     """Line of the report about one key of the configuration."""
 
     key: str
@@ -67,7 +67,7 @@ class ImportedRecipe:
     """Recipe key → origin of its value, "file: key"."""
     given: set[str] = field(default_factory=set)
     """Recipe keys set by the configuration itself, not by its trainer's defaults."""
-    lines: list[ReportLine] = field(default_factory=list)
+    lines: list[ImportReportLine] = field(default_factory=list)
     overridden: dict[str, Any] = field(default_factory=dict)
     """Sections and keys that the user's overrides set."""
     replicas: int | None = None

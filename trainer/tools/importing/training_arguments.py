@@ -14,7 +14,7 @@ from trainer.recipe import RecipeError
 from trainer.recipe.yaml_tree import flat
 from trainer.tools.importing.foreign_config import (
     Converter,
-    ForeignConfig,
+    ImportedConfig,
     a_boolean,
     a_number,
     a_positive_number,
@@ -80,10 +80,10 @@ def import_training_arguments(
     return imported
 
 
-def read_arguments(path: str | Path | None, imported: ImportedRecipe) -> ForeignConfig:
+def read_arguments(path: str | Path | None, imported: ImportedRecipe) -> ImportedConfig:
     """Read TrainingArguments from a JSON file; without a file, return their defaults."""
     if path is None:
-        return ForeignConfig("TrainingArguments", {}, TABLE, imported)
+        return ImportedConfig("TrainingArguments", {}, TABLE, imported)
     tree = read_json(path, WHAT)
     values: dict[str, Any] = {}
     for key in ("lr_scheduler_kwargs", "fsdp_config", "deepspeed"):
@@ -92,7 +92,7 @@ def read_arguments(path: str | Path | None, imported: ImportedRecipe) -> Foreign
     for key, value in tree.items():
         nested = isinstance(value, dict) and key != "deepspeed"
         values |= flat({key: value}) if nested else {key: value}
-    return ForeignConfig(str(path), values, TABLE, imported)
+    return ImportedConfig(str(path), values, TABLE, imported)
 
 
 def _nested(value: str, file: str, key: str) -> Any:
@@ -105,12 +105,12 @@ def _nested(value: str, file: str, key: str) -> Any:
     return read_json(beside(value, file, key), WHAT) if key == "fsdp_config" else value
 
 
-def is_file(arguments: ForeignConfig) -> bool:
+def is_file(arguments: ImportedConfig) -> bool:
     """Whether the arguments come from a file. Otherwise they are defaults."""
     return arguments.file != "TrainingArguments"
 
 
-def mixed_precision(arguments: ForeignConfig) -> str | None:
+def mixed_precision(arguments: ImportedConfig) -> str | None:
     """Return which of "bf16" and "fp16" is on, None if neither. Raises RecipeError if both are."""
     on = [name for name in ("bf16", "fp16") if arguments.take(name, a_boolean, False) is True]
     if len(on) > 1:
@@ -118,7 +118,7 @@ def mixed_precision(arguments: ForeignConfig) -> str | None:
     return on[0] if on else None
 
 
-def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
+def fill(arguments: ImportedConfig, *, optimizes: bool = True) -> None:
     """Set the recipe keys that TrainingArguments determine and no other file has set. Record each
     key with a counterpart. `optimizes`: whether the arguments of the optimizer apply."""
     imported = arguments.imported
@@ -167,7 +167,7 @@ def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
 
 
 def _agree(
-    arguments: ForeignConfig,
+    arguments: ImportedConfig,
     key: str,
     target: str,
     kind: Converter,
@@ -190,7 +190,7 @@ def _agree(
         arguments.became(key, "", why, differs=True)
 
 
-def _optimizer(arguments: ForeignConfig) -> None:
+def _optimizer(arguments: ImportedConfig) -> None:
     imported = arguments.imported
     name = arguments.take("optim", str, "adamw_torch_fused")
     bundled = imported.get("optimizer.name") or (imported.get("optimizer.factory") and "factory")
@@ -225,7 +225,7 @@ def _optimizer(arguments: ForeignConfig) -> None:
     _agree(arguments, "adam_epsilon", "optimizer.eps", a_number, 1e-8)
 
 
-def _schedule(arguments: ForeignConfig) -> None:
+def _schedule(arguments: ImportedConfig) -> None:
     imported = arguments.imported
     kind = arguments.take("lr_scheduler_type", str, "linear")
     scheduler_keys = ("lr_scheduler_type", *arguments.below("lr_scheduler_kwargs"))
@@ -246,7 +246,7 @@ def _schedule(arguments: ForeignConfig) -> None:
         _warmup(arguments)
 
 
-def _shape(arguments: ForeignConfig, kind: str) -> None:
+def _shape(arguments: ImportedConfig, kind: str) -> None:
     """Translate the schedule in `lr_scheduler_type`, with its options."""
     shape, differs = SHAPES[kind], ""
     peak = arguments.imported.get("optimizer.lr")
@@ -285,7 +285,7 @@ def _shape(arguments: ForeignConfig, kind: str) -> None:
     arguments.settle(arguments.below("lr_scheduler_kwargs."), f"schedule.name={shape}")
 
 
-def _warmup(arguments: ForeignConfig) -> None:
+def _warmup(arguments: ImportedConfig) -> None:
     """Translate the warm-up: a number of steps, or a share of the run below 1 (`warmup_ratio`
     before transformers 5)."""
     steps = arguments.take("warmup_steps", a_number, 0)
@@ -297,7 +297,7 @@ def _warmup(arguments: ForeignConfig) -> None:
     arguments.became("warmup_steps", "", "warmup_ratio is used")
 
 
-def _batch(arguments: ForeignConfig) -> None:
+def _batch(arguments: ImportedConfig) -> None:
     imported = arguments.imported
     size, key = "per_device_train_batch_size", "gradient_accumulation_steps"
     differs = "counts examples there, packed sequences of data.seq_len tokens here"
@@ -318,7 +318,7 @@ def _batch(arguments: ForeignConfig) -> None:
         arguments.became(key, "batch.global_batch", "accumulation is what the global batch needs")
 
 
-def _operate(arguments: ForeignConfig) -> None:
+def _operate(arguments: ImportedConfig) -> None:
     """Translate saving, logging and tracking. Their defaults do not affect training."""
     imported = arguments.imported
     arguments.move("save_total_limit", "checkpoint.keep", a_whole_number, 0, "0 keeps all")
@@ -363,7 +363,7 @@ def _operate(arguments: ForeignConfig) -> None:
         arguments.put("project", "tracking.project", arguments.take("project", str))
 
 
-def _interval(arguments: ForeignConfig, what: str, target: str, usual: str) -> None:
+def _interval(arguments: ImportedConfig, what: str, target: str, usual: str) -> None:
     """Translate `logging_steps`, `save_steps` or `eval_steps`, in steps or as a share of the run,
     if the strategy is steps."""
     imported = arguments.imported

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from trainer.tools.importing.accelerate_keys import TABLE as ACCELERATE
 from trainer.tools.importing.accelerate_keys import spelled_out
-from trainer.tools.importing.foreign_config import KeyTable, reasons
+from trainer.tools.importing.foreign_config import ImportKeyTable, reasons
 
 _NO_MEANING = """\
 `perdure train` trains, and continues from the newest checkpoint in run.dir
@@ -99,7 +99,7 @@ def _spread(reasons_of_accelerate: Mapping[str, str]) -> dict[str, str]:
     return {key: why for key, why in reasons_of_accelerate.items() if key.startswith(sections)}
 
 
-TABLE = KeyTable(
+TABLE = ImportKeyTable(
     owner="TrainingArguments",
     no_meaning={**_spread(ACCELERATE.no_meaning), **reasons(_NO_MEANING)},
     differs={**_spread(ACCELERATE.differs), **reasons(_DIFFERS)},

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic.record.history import StepLine
+from elastic.record.history import LedgerStepLine
 
 Proof = Literal["bits", "rounding", "none"]
 """How far numbers must agree: in every bit; up to rounding; or not at all, because code or machine
@@ -19,7 +19,7 @@ in another order."""
 
 
 @dataclass(frozen=True)
-class StepNumbers:
+class ReplayNumbers:
     """The numbers of one step."""
 
     loss: float
@@ -31,7 +31,7 @@ class StepNumbers:
 
 
 def differences(
-    recomputed: StepNumbers, line: StepLine, proof: Proof, tolerance: float
+    recomputed: ReplayNumbers, line: LedgerStepLine, proof: Proof, tolerance: float
 ) -> Iterator[str]:
     """Yield a clause for each number in which a step differs from its ledger line. `tolerance`:
     largest relative difference of losses that rounding explains."""
@@ -51,7 +51,7 @@ def differences(
             yield f"its {name} is {number!r}, and the ledger says {recorded!r}"
 
 
-def unrecorded(recomputed: StepNumbers, line: StepLine) -> list[str]:
+def unrecorded(recomputed: ReplayNumbers, line: LedgerStepLine) -> list[str]:
     """Return the names of the recomputed numbers that a ledger line lacks."""
     return [
         name

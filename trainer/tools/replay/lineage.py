@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from checkpointing.errors import CheckpointError
 from checkpointing.format.layout import parse_step
-from checkpointing.storage.place import Place
+from checkpointing.storage.place import StoragePlace
 from checkpointing.storage.steps import list_steps, read_state
-from elastic.record.history import Attempt, History, LedgerError, StepLine
+from elastic.record.history import LedgerError, LedgerStepLine, RecordedAttempt, RecordHistory
 
 
-class StepSpan(NamedTuple):
+class ReplaySpan(NamedTuple):
     """A range of steps that are recomputed in one go."""
 
     begin: int
@@ -22,17 +22,17 @@ class StepSpan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lineage:
+class ReplayLineage:
     """The attempts and steps that led to the newest weights of a run."""
 
-    attempts: Sequence[tuple[Attempt, int]]
+    attempts: Sequence[tuple[RecordedAttempt, int]]
     """The attempts of the lineage, oldest first, each with its newest step in the lineage."""
 
     @property
     def last(self) -> int:
         return self.attempts[-1][1]
 
-    def attempt_of(self, step: int) -> Attempt:
+    def attempt_of(self, step: int) -> RecordedAttempt:
         """Return the attempt that computed a step. Raises LedgerError if none did."""
         for attempt, newest in self.attempts:
             if attempt.start.step < step <= newest:
@@ -41,11 +41,11 @@ class Lineage:
             f"step {step}: no attempt in the ledger computed it; the run has steps 1 to {self.last}"
         )
 
-    def recorded(self, step: int) -> StepLine | None:
+    def recorded(self, step: int) -> LedgerStepLine | None:
         """Ledger line of a step; None if it is missing."""
         return next((one for one in self.attempt_of(step).steps if one.step == step), None)
 
-    def stretch(self, step: int, end: int) -> tuple[Attempt, int]:
+    def stretch(self, step: int, end: int) -> tuple[RecordedAttempt, int]:
         """Return the attempt that computed a step, and the last step, at most `end`, with the same
         recipe."""
         first, until = self.attempt_of(step), step
@@ -90,7 +90,7 @@ class Lineage:
         }
 
 
-def newest_lineage(history: History) -> Lineage:
+def newest_lineage(history: RecordHistory) -> ReplayLineage:
     """Return the lineage of the newest attempt of a run. Raises LedgerError if no step is done."""
     attempts = [
         (attempt, history.kept[attempt.number])
@@ -99,7 +99,7 @@ def newest_lineage(history: History) -> Lineage:
     ]
     if not attempts[-1][1]:
         raise LedgerError("no step of the run is done yet")
-    return Lineage(attempts)
+    return ReplayLineage(attempts)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class _ReplayStates:
     """Step → attempt outside the lineage, whose checkpoint may have other rounding."""
 
 
-def stored_states(directory: Place, lineage: Lineage) -> _ReplayStates:
+def stored_states(directory: StoragePlace, lineage: ReplayLineage) -> _ReplayStates:
     """Find the checkpoints of a run, without reading tensors."""
     steps, damaged, aside = [], [], dict[int, str]()
     for path in list_steps(directory):
@@ -132,7 +132,7 @@ def stored_states(directory: Place, lineage: Lineage) -> _ReplayStates:
     return _ReplayStates(steps, damaged, aside)
 
 
-def beginning(lineage: Lineage, stored: Collection[int], step: int) -> int:
+def beginning(lineage: ReplayLineage, stored: Collection[int], step: int) -> int:
     """Return the step of the newest state from which `step` can be recomputed; 0: the initial
     weights. `stored`: steps that have a checkpoint. A roll-back in between returns to a state that
     must have a checkpoint, or that the replay itself computes."""
@@ -143,23 +143,25 @@ def beginning(lineage: Lineage, stored: Collection[int], step: int) -> int:
     return 0
 
 
-def _span_into(lineage: Lineage, stored: Collection[int], step: int) -> StepSpan:
+def _span_into(lineage: ReplayLineage, stored: Collection[int], step: int) -> ReplaySpan:
     """Return the span to recompute in order to check `step`. It ends at the next step that has
     digests in the ledger or a checkpoint (`stored`), else at the last step of the lineage. The
     state at its end shows wrong moments of the optimizer, which the loss of `step` may not."""
     end = min((one for one in {*lineage.digests, *stored} if one >= step), default=lineage.last)
-    return StepSpan(beginning(lineage, stored, step), end)
+    return ReplaySpan(beginning(lineage, stored, step), end)
 
 
-def drawn(lineage: Lineage, stored: Collection[int], steps: Collection[int]) -> list[StepSpan]:
+def drawn(
+    lineage: ReplayLineage, stored: Collection[int], steps: Collection[int]
+) -> list[ReplaySpan]:
     """Return disjoint spans that check `steps`, see `_span_into`."""
     ends: dict[int, int] = {}
     for begin, end in (_span_into(lineage, stored, step) for step in steps):
         ends[begin] = max(end, ends.get(begin, 0))
-    return [StepSpan(*one) for one in sorted(ends.items())]
+    return [ReplaySpan(*one) for one in sorted(ends.items())]
 
 
-def draw(lineage: Lineage, count: int, seed: int) -> list[int]:
+def draw(lineage: ReplayLineage, count: int, seed: int) -> list[int]:
     """Draw `count` steps of a run, or all if it has fewer, in ascending order."""
     steps = range(1, lineage.last + 1)
     return sorted(random.Random(seed).sample(steps, min(count, len(steps))))

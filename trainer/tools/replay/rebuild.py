@@ -12,31 +12,31 @@ import torch.distributed as dist
 
 from checkpointing import TensorCheckpointer
 from checkpointing.format.tensors import tensors_not_finite
-from checkpointing.storage.place import Place, location
+from checkpointing.storage.place import StoragePlace, location
 from elastic import Pulse, World
-from elastic.node.recall import RecallSocket
-from elastic.record.history import Attempt
+from elastic.node.recall import NodeRecallSocket
+from elastic.record.history import RecordedAttempt
 from elastic.world import limit_waits
 from trainer.data.loader import identity_of
 from trainer.optim.schedule import build_schedule
 from trainer.parallel.mesh import build_mesh
-from trainer.parallel.parallel_model import StateTargets
+from trainer.parallel.parallel_model import ParallelStateTargets
 from trainer.recipe import Recipe, RecipeError, counted
 from trainer.recipe.strategies import exact
 from trainer.run.build import attention_kernel, model_and_optimizer
 from trainer.run.compiled import keep_caches_closed
 from trainer.run.identity import computed_by, identify
-from trainer.run.metrics import Log
+from trainer.run.metrics import RunLog
 from trainer.run.micro_batch import noted
-from trainer.run.provenance import AwayError, kept_recipe, other_data, where_it_lies
-from trainer.run.reference import Reference
+from trainer.run.provenance import RunProvenanceError, kept_recipe, other_data, where_it_lies
+from trainer.run.reference import RunReference
 from trainer.run.saves import contents, load_beginning, restore
 from trainer.run.state import Run
 from trainer.tasks.task import build_task
 
 
 @dataclass(frozen=True)
-class Sources:
+class ReplaySources:
     """The inputs from which a run is rebuilt. `data`: current locations of the data sets, in the
     order of the recipe; empty: those of the recipe. `scratch`: scratch folder of this replay."""
 
@@ -44,13 +44,14 @@ class Sources:
     data: Sequence[str]
     scratch: Path
 
-    def recipe_of(self, attempt: Attempt) -> Recipe:
+    def recipe_of(self, attempt: RecordedAttempt) -> Recipe:
         """Return the recipe of an attempt for a replay on this machine: with paths that are valid
         here, a device of the same kind if there is one, no validation, checkpoints verified, and
         the run's owner trusted.
 
         Raises:
-            AwayError: the recipe or its data is missing, or this version cannot read the recipe.
+            RunProvenanceError: the recipe or its data is missing, or this version cannot read the
+                recipe.
             RecipeError: the file is not the recipe of the attempt, or `data` does not fit it.
         """
         recipe = kept_recipe(self.run, [attempt])
@@ -65,7 +66,7 @@ class Sources:
             recipe = replace(recipe, data=replace(recipe.data, sources=sources))
         found, away = where_it_lies(recipe, attempt.start.directory)
         if away:
-            raise AwayError(
+            raise RunProvenanceError(
                 f"there is no data in {away}, which has no index.json; say where it lies now with "
                 "--data"
             )
@@ -91,20 +92,25 @@ class Sources:
             ),
         )
 
-    def states_of(self, recipe: Recipe) -> Place:
+    def states_of(self, recipe: Recipe) -> StoragePlace:
         """Return the directory of the run's checkpoints."""
         return location(recipe.checkpoint_directory).absolute()
 
 
 @contextmanager
 def rebuilt(
-    sources: Sources, attempt: Attempt, recipe: Recipe, states: Place, step: int, world: World
+    sources: ReplaySources,
+    attempt: RecordedAttempt,
+    recipe: Recipe,
+    states: StoragePlace,
+    step: int,
+    world: World,
 ) -> Iterator[tuple[Run, Mapping[str, str]]]:
     """Rebuild a run as it was after a step. On all ranks.
 
     Args:
         attempt: the attempt that computed the next step.
-        recipe: the attempt's recipe, from `Sources.recipe_of`.
+        recipe: the attempt's recipe, from `ReplaySources.recipe_of`.
         states: directory with the state of the step.
         step: the step whose state is restored; 0: the initial weights.
         world: ranks of this replay.
@@ -139,12 +145,14 @@ def rebuilt(
         model, optimizer = model_and_optimizer(recipe, task, world, mesh)
         limit_waits(recipe.elastic.timeout_seconds)
         pulse, begun = Pulse.from_environment(), False
-        if recipe.objective.referenced and not Reference(recipe, task, init_from).find(world, mesh):
+        if recipe.objective.referenced and not RunReference(recipe, task, init_from).find(
+            world, mesh
+        ):
             begun = True
             load_beginning(model, recipe, task)
             # The log-probabilities are stored in the scratch folder, not in the run's directory.
             elsewhere = replace(recipe, run=replace(recipe.run, dir=str(sources.scratch)))
-            Reference(elsewhere, task, init_from).compute(model, world, mesh, pulse)
+            RunReference(elsewhere, task, init_from).compute(model, world, mesh, pulse)
         progress, _ = restore(
             checkpointer, model, optimizer, recipe, task, init_from, at_beginning=begun, step=step
         )
@@ -157,13 +165,13 @@ def rebuilt(
         fixed = {name: one for name, one in model.tensors.items() if name not in model.trained}
         yield Run(
             given, recipe, task, world, mesh, plan, model, optimizer, build_schedule(recipe),
-            progress, checkpointer, start, Log(recipe, start, silent=True), pulse,
-            RecallSocket(None), frozenset(tensors_not_finite(fixed)),
+            progress, checkpointer, start, RunLog(recipe, start, silent=True), pulse,
+            NodeRecallSocket(None), frozenset(tensors_not_finite(fixed)),
         ), computed_by(identity, world.device)  # fmt: skip
     gc.collect()  # wrapped models are reference cycles; GPU memory is needed at once
 
 
-def _reader(recipe: Recipe, directory: Place) -> TensorCheckpointer:
+def _reader(recipe: Recipe, directory: StoragePlace) -> TensorCheckpointer:
     adapter = bool(recipe.model.adapter)
     return TensorCheckpointer(
         str(directory), recipe.checkpoint, dist.group.WORLD, adapter=adapter, read_only=True
@@ -183,9 +191,9 @@ def keep_state(run: Run, directory: Path) -> None:
         saver.wait()
 
 
-def go_back(run: Run, directory: Place, step: int) -> None:
+def go_back(run: Run, directory: StoragePlace, step: int) -> None:
     """Load weights and moments of a step from `directory`, as `roll_back` does. Collective."""
-    targets = StateTargets(run.model, run.optimizer)
+    targets = ParallelStateTargets(run.model, run.optimizer)
     with _reader(run.recipe, directory) as checkpointer:
         checkpointer.load(
             model=run.model.tensors, optimizer=targets, step=step, finite=run.model.trained

@@ -17,34 +17,41 @@ import torch.distributed as dist
 from checkpointing.errors import CheckpointError, SaveFailed, WrongModel
 from checkpointing.format.layout import step_name
 from checkpointing.ranks import RankGroup, failing_alike
-from checkpointing.storage.place import Place
+from checkpointing.storage.place import StoragePlace
 from checkpointing.storage.steps import list_steps
 from checkpointing.tools.digests import SaveDigests, digests_in_memory, stored_digests
 from elastic import World
 from elastic.exits import EXIT_DONE, EXIT_WRONG_INPUT
 from elastic.node.files import write_whole
 from elastic.process import die_with_parent, tolerate_lost_output
-from elastic.record.history import Attempt, StepLine, read_history
+from elastic.record.history import LedgerStepLine, RecordedAttempt, read_history
 from elastic.world import drop_world, join_world, leave_world, read_environment
 from trainer.data.loader import load, requests
 from trainer.data.shards import DataError
 from trainer.recipe.errors import known_errors, lines
 from trainer.recipe.strategies import exact
 from trainer.run.evaluate import evaluate
-from trainer.run.provenance import AwayError
+from trainer.run.provenance import RunProvenanceError
 from trainer.run.state import Run
-from trainer.run.step import Gradients, Inputs, consumed, gradients, not_finite_anywhere, train_step
+from trainer.run.step import (
+    StepGradients,
+    StepInputs,
+    consumed,
+    gradients,
+    not_finite_anywhere,
+    train_step,
+)
 from trainer.tools.compare.compare import TOLERANCE
 from trainer.tools.replay.compared import (
     Proof,
-    StepNumbers,
+    ReplayNumbers,
     differences,
     other_means,
     relative,
     unrecorded,
 )
-from trainer.tools.replay.lineage import Lineage, StepSpan, beginning, newest_lineage
-from trainer.tools.replay.rebuild import Sources, go_back, keep_state, rebuilt
+from trainer.tools.replay.lineage import ReplayLineage, ReplaySpan, beginning, newest_lineage
+from trainer.tools.replay.rebuild import ReplaySources, go_back, keep_state, rebuilt
 from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, ReplayRequest
 from trainer.tools.replay.why import why
 
@@ -57,11 +64,11 @@ class _SpanReplay:
     """The recomputation of one span of steps: progress, kept states and problems."""
 
     request: ReplayRequest
-    sources: Sources
-    lineage: Lineage
+    sources: ReplaySources
+    lineage: ReplayLineage
     world: World
     outcome: ReplayOutcome
-    span: StepSpan
+    span: ReplaySpan
     proof: Proof = "bits"
     """How far the current state must agree with the run's."""
     kept: set[int] = field(default_factory=set)
@@ -107,7 +114,7 @@ def recompute(request: ReplayRequest, outcome: ReplayOutcome) -> None:
     torch.set_grad_enabled(True)
     run = Path(request.run)
     world = join_world(request.device, request.timeout, bytes.fromhex(request.secret))
-    sources = Sources(run, request.data, Path(request.scratch))
+    sources = ReplaySources(run, request.data, Path(request.scratch))
     lineage = newest_lineage(read_history(run))
     for span in request.spans:
         replay = _SpanReplay(request, sources, lineage, world, outcome, span)
@@ -117,7 +124,7 @@ def recompute(request: ReplayRequest, outcome: ReplayOutcome) -> None:
         try:
             _walk(replay)
             result = _summary(replay)
-        except AwayError as error:
+        except RunProvenanceError as error:
             result = _named(span) + ": not compared"
             outcome.miss(str(error))
         except known_errors() as error:
@@ -142,7 +149,7 @@ def _walk_from_good_state(replay: _SpanReplay) -> None:
             if isinstance(error, WrongModel | SaveFailed) or begin not in stored:
                 raise
             stored.remove(begin)
-            older = StepSpan(beginning(replay.lineage, stored, end), end)
+            older = ReplaySpan(beginning(replay.lineage, stored, end), end)
             replay = _SpanReplay(
                 replay.request, replay.sources, replay.lineage, replay.world, replay.outcome, older
             )
@@ -171,7 +178,12 @@ def _checkpoint_deleted(replay: _SpanReplay) -> bool:
 
 
 def _stretch(
-    replay: _SpanReplay, attempt: Attempt, begin: int, until: int, states: Place, storage: Place
+    replay: _SpanReplay,
+    attempt: RecordedAttempt,
+    begin: int,
+    until: int,
+    states: StoragePlace,
+    storage: StoragePlace,
 ) -> None:
     """Recompute steps that share a recipe, from the state of step `begin` in `states`."""
     recipe = replay.sources.recipe_of(attempt)
@@ -182,7 +194,7 @@ def _stretch(
 
 
 def _steps(
-    replay: _SpanReplay, run: Run, kind: Mapping[str, str], until: int, storage: Place
+    replay: _SpanReplay, run: Run, kind: Mapping[str, str], until: int, storage: StoragePlace
 ) -> None:
     """Recompute and compare the steps of one rebuilt run. `kind`: code, torch and hardware of this
     replay."""
@@ -205,7 +217,7 @@ def _steps(
                 run.checkpointer.not_finite = "the ledger says so"
             first, result = run.progress.sequences, train_step(run, inputs)
             found = result.gradients
-            recomputed = StepNumbers(found.loss, found.norm, result.skipped, found.consumed)
+            recomputed = ReplayNumbers(found.loss, found.norm, result.skipped, found.consumed)
             _compare(replay, run, step, first, recomputed)
             if step in backs:
                 to = backs[step]
@@ -218,8 +230,8 @@ def _steps(
 
 
 @contextmanager
-def _inputs(run: Run) -> Iterator[Inputs]:
-    """Yield the `Inputs` of this rank, from the run's cursor on; then close their loader."""
+def _inputs(run: Run) -> Iterator[StepInputs]:
+    """Yield the `StepInputs` of this rank, from the run's cursor on; then close their loader."""
     batches = load(
         run.task.stream,
         requests(run.plan_at, run.mesh.dp_rank, run.progress.sequences),
@@ -228,12 +240,14 @@ def _inputs(run: Run) -> Iterator[Inputs]:
         account=True,
     )
     try:
-        yield Inputs(batches, run.passes)
+        yield StepInputs(batches, run.passes)
     finally:
         batches.close()
 
 
-def _provable(replay: _SpanReplay, run: Run, attempt: Attempt, kind: Mapping[str, str]) -> Proof:
+def _provable(
+    replay: _SpanReplay, run: Run, attempt: RecordedAttempt, kind: Mapping[str, str]
+) -> Proof:
     """Return how far a step of an attempt must agree with its recomputation here."""
     start, world = attempt.start, run.world
     unlike = [
@@ -266,11 +280,11 @@ def _weaker(one: Proof, other: Proof) -> Proof:
 
 
 def _compare(
-    replay: _SpanReplay, run: Run, step: int, first: int, recomputed: StepNumbers
+    replay: _SpanReplay, run: Run, step: int, first: int, recomputed: ReplayNumbers
 ) -> list[str]:
     """Compare a step, whose first sequence is `first`, with the ledger. Return the differences."""
     line = replay.lineage.recorded(step)
-    if line is None:  # lost with a killed process; any other gap is in `History.problems`
+    if line is None:  # lost with a killed process; any other gap is in `RecordHistory.problems`
         return []
     after = first + run.plan.global_batch
     tolerance = TOLERANCE[run.recipe.precision.dtype]
@@ -291,7 +305,7 @@ def _compare(
     return clauses
 
 
-def _check_validation(replay: _SpanReplay, run: Run, attempt: Attempt) -> None:
+def _check_validation(replay: _SpanReplay, run: Run, attempt: RecordedAttempt) -> None:
     """If the attempt validated the weights after this step, do so, and compare the means.
     Collective."""
     recorded = attempt.validations.get(run.progress.step)
@@ -305,7 +319,7 @@ def _check_validation(replay: _SpanReplay, run: Run, attempt: Attempt) -> None:
     )
 
 
-def _check_state(replay: _SpanReplay, run: Run, storage: Place) -> None:
+def _check_state(replay: _SpanReplay, run: Run, storage: StoragePlace) -> None:
     """Compare weights and moments after a step with their digests in the ledger, else with the
     checkpoint, if the step was saved. Collective."""
     step = run.progress.step
@@ -326,7 +340,7 @@ def _check_state(replay: _SpanReplay, run: Run, storage: Place) -> None:
     )
 
 
-def _check_stored(replay: _SpanReplay, storage: Place) -> None:
+def _check_stored(replay: _SpanReplay, storage: StoragePlace) -> None:
     """Compare the checkpoints at both ends of a span with their digests in the ledger. Collective;
     rank 0 reads."""
 
@@ -350,7 +364,7 @@ def _check_stored(replay: _SpanReplay, storage: Place) -> None:
         replay.problems(RankGroup(dist.group.WORLD).on_main(look))
 
 
-def _stored(storage: Place, step: int) -> SaveDigests | None:
+def _stored(storage: StoragePlace, step: int) -> SaveDigests | None:
     """Return the digests of the tensors in a checkpoint; None if the run has deleted it."""
     path = storage / step_name(step)
     try:
@@ -361,7 +375,7 @@ def _stored(storage: Place, step: int) -> SaveDigests | None:
         return None
 
 
-def _named(span: StepSpan) -> str:
+def _named(span: ReplaySpan) -> str:
     origin = f"the checkpoint of step {span.begin}" if span.begin else "the beginning"
     return f"steps {span.begin + 1} to {span.end} from {origin}"
 
@@ -379,13 +393,13 @@ def _summary(replay: _SpanReplay) -> str:
 # --- one step --------------------------------------------------------------------------------
 
 
-def _explain_step(replay: _SpanReplay, run: Run, inputs: Inputs, step: int) -> None:
+def _explain_step(replay: _SpanReplay, run: Run, inputs: StepInputs, step: int) -> None:
     """Compute a step again. Print its loss, norm and digest, their comparison with the ledger, and
     on request an explanation (why.py)."""
     line = replay.lineage.recorded(step)
     batches, _ = inputs.take()
     result = gradients(run, batches, consumed(batches, run.micro_batches, run.mesh.witness))
-    numbers = StepNumbers(result.loss, result.norm, _skipped(run, result, line), result.consumed)
+    numbers = ReplayNumbers(result.loss, result.norm, _skipped(run, result, line), result.consumed)
     own = {name: p.grad for name, p in run.model.parameters.items() if p.grad is not None}
     digest, _ = digests_in_memory(dist.group.WORLD, model=own, optimizer={})
     clauses = _compare(replay, run, step, run.progress.sequences, numbers)
@@ -410,7 +424,7 @@ def _explain_step(replay: _SpanReplay, run: Run, inputs: Inputs, step: int) -> N
             replay.say(text)
 
 
-def _skipped(run: Run, result: Gradients, line: StepLine | None) -> str:
+def _skipped(run: Run, result: StepGradients, line: LedgerStepLine | None) -> str:
     """Return the verdict on a step in the ledger's words; "" if the step is kept. Collective."""
     if not math.isfinite(result.loss):
         return "loss"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checkpointing.format.untrusted import printable
-from checkpointing.storage.place import Place
+from checkpointing.storage.place import StoragePlace
 from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
 from elastic.node.files import read_text
 from elastic.process import usable_cores
@@ -19,8 +19,8 @@ from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.strategies import exact, together
 from trainer.tools.mirror import scratch_folder
 from trainer.tools.replay.lineage import (
-    Lineage,
-    StepSpan,
+    ReplayLineage,
+    ReplaySpan,
     beginning,
     draw,
     drawn,
@@ -52,7 +52,7 @@ def replay(run: Path, step: int, ranks: int | None, data: Sequence[str], *, why:
     states = stored_states(plan.states, lineage)
     for damage in states.damaged:
         print(f"note: {damage}")
-    span = StepSpan(beginning(lineage, states.steps, step), step)
+    span = ReplaySpan(beginning(lineage, states.steps, step), step)
     return _print_outcome(plan.compute([span], states.steps, examined=step, why=why))
 
 
@@ -94,7 +94,7 @@ def _take_threads(start: StartLine) -> None:
         os.environ["OMP_NUM_THREADS"] = str(start.threads)
 
 
-def _other_recipes(run: Path, lineage: Lineage) -> list[str]:
+def _other_recipes(run: Path, lineage: ReplayLineage) -> list[str]:
     """Describe recipes in the run directory that are not those of the attempts."""
     from trainer.run.provenance import digest_of, recipe_file
 
@@ -120,7 +120,7 @@ def _other_recipes(run: Path, lineage: Lineage) -> list[str]:
 
 def _planned(
     run: Path,
-    lineage: Lineage,
+    lineage: ReplayLineage,
     step: int,
     ranks: int | None,
     data: Sequence[str],
@@ -133,9 +133,9 @@ def _planned(
     attempt = lineage.attempt_of(step)
     _take_threads(attempt.start)
     from trainer.parallel.mesh import mesh_shape
-    from trainer.tools.replay.rebuild import Sources
+    from trainer.tools.replay.rebuild import ReplaySources
 
-    sources = Sources(run.absolute(), data, Path())
+    sources = ReplaySources(run.absolute(), data, Path())
     recipe = sources.recipe_of(attempt)
     ranks = ranks or _ranks(recipe, attempt.start, audit)
     try:
@@ -150,11 +150,11 @@ def _planned(
 class _Plan:
     """A recomputation that is ready to start."""
 
-    lineage: Lineage
+    lineage: ReplayLineage
     start: StartLine
     """Ledger line of the start of the attempt that had the recipe."""
     recipe: Recipe
-    states: Place
+    states: StoragePlace
     """The directory of the run's checkpoints."""
     run: Path
     data: Sequence[str]
@@ -162,7 +162,7 @@ class _Plan:
 
     def compute(
         self,
-        spans: Sequence[StepSpan],
+        spans: Sequence[ReplaySpan],
         stored: Sequence[int],
         *,
         examined: int = 0,
@@ -204,7 +204,7 @@ class _Plan:
         print(log.read_text(errors="replace"), file=sys.stderr)
         return ReplayOutcome(errors=[f"the ranks ended with code {code}, see above"])
 
-    def _cost(self, spans: Sequence[StepSpan]) -> str:
+    def _cost(self, spans: Sequence[ReplaySpan]) -> str:
         """Describe the steps, their starting states, and the time that the run took for them."""
         steps = [step for begin, end in spans for step in range(begin + 1, end + 1)]
         seconds = sum(line.seconds for line in map(self.lineage.recorded, steps) if line)

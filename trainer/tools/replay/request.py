@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from trainer.tools.replay.lineage import StepSpan
+from trainer.tools.replay.lineage import ReplaySpan
 
 REQUEST = "PERDURE_REPLAY"
 """Environment variable with a rank's `ReplayRequest`."""
@@ -21,7 +21,7 @@ class ReplayRequest:
     device: str
     timeout: float
     """Seconds that a rank waits for another."""
-    spans: Sequence[StepSpan]
+    spans: Sequence[ReplaySpan]
     """Spans to recompute, in order."""
     stored: Sequence[int] = ()
     """Steps of the run's lineage with a checkpoint."""
@@ -38,7 +38,7 @@ class ReplayRequest:
     @classmethod
     def from_json(cls, text: str) -> "ReplayRequest":
         values = json.loads(text)
-        return cls(**{**values, "spans": [StepSpan(*one) for one in values["spans"]]})
+        return cls(**{**values, "spans": [ReplaySpan(*one) for one in values["spans"]]})
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

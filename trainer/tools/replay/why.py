@@ -46,10 +46,10 @@ from trainer.recipe import RecipeError, counted
 from trainer.recipe.seeds import stable_seed
 from trainer.recipe.stages import ordered
 from trainer.run.state import Run
-from trainer.run.step import Gradients, seed_generators
+from trainer.run.step import StepGradients, seed_generators
 from trainer.text import table
-from trainer.tools.replay.lineage import Lineage
-from trainer.tools.replay.rebuild import Sources
+from trainer.tools.replay.lineage import ReplayLineage
+from trainer.tools.replay.rebuild import ReplaySources
 
 LISTED = 5
 """Length of each list of documents and of the list of parameters."""
@@ -97,7 +97,9 @@ class _Weighed:
     """Share of the step's gradient, see [Note: share]."""
 
 
-def why(run: Run, result: Gradients, lineage: Lineage, sources: Sources) -> Iterator[str]:
+def why(
+    run: Run, result: StepGradients, lineage: ReplayLineage, sources: ReplaySources
+) -> Iterator[str]:
     """Yield the lines that explain a step, given the run's state before it, and its loss and
     gradients (`result`). Collective; replaces the gradients in the model. Raises RecipeError if the
     data has no documents."""
@@ -349,7 +351,9 @@ class _Names:
 # --- the steps around ------------------------------------------------------------------------
 
 
-def _neighbouring_steps(run: Run, step: int, lineage: Lineage, sources: Sources) -> list[str]:
+def _neighbouring_steps(
+    run: Run, step: int, lineage: ReplayLineage, sources: ReplaySources
+) -> list[str]:
     """Format a table of the neighbouring steps, from ledger and recipes."""
     steps = range(max(1, step - AROUND), min(lineage.last, step + AROUND) + 1)
     rows = []
@@ -372,7 +376,7 @@ def _neighbouring_steps(run: Run, step: int, lineage: Lineage, sources: Sources)
     return table([head, *rows], right={1, 2, 3, 4, 5}, indent="  ")
 
 
-def _mixture(run: Run, lineage: Lineage, step: int) -> str:
+def _mixture(run: Run, lineage: ReplayLineage, step: int) -> str:
     """Count the sequences of a step by source, where there are several."""
     record, stream = lineage.recorded(step), run.task.stream
     if record is None or not isinstance(stream, TokenStream) or len(run.recipe.data.sources) < 2:
@@ -385,7 +389,7 @@ def _mixture(run: Run, lineage: Lineage, step: int) -> str:
     )
 
 
-def _special_events(lineage: Lineage, step: int) -> str:
+def _special_events(lineage: ReplayLineage, step: int) -> str:
     attempt, record = lineage.attempt_of(step), lineage.recorded(step)
     remarks = []
     if step == attempt.start.step + 1 and step > 1:

@@ -16,15 +16,15 @@ import numpy as np
 
 from checkpointing.errors import StorageError
 from elastic.node.files import read_text
-from elastic.record.attempt import StepLine
-from elastic.record.history import Attempt, History
+from elastic.record.attempt import LedgerStepLine
+from elastic.record.history import RecordedAttempt, RecordHistory
 from trainer.data.loader import TokenStream
 from trainer.data.order import Order, sample_digest
 from trainer.data.sample_stream import size_in
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.errors import known_errors
 from trainer.run.provenance import (
-    AwayError,
+    RunProvenanceError,
     digest_of,
     kept_recipe,
     numbers_of,
@@ -45,12 +45,12 @@ class _ConsumptionFindings:
 
     problems: list[str] = field(default_factory=list)
     """Contradictions between ledger, recipes and data."""
-    missing: dict[str, list[Attempt]] = field(default_factory=dict)
+    missing: dict[str, list[RecordedAttempt]] = field(default_factory=dict)
     """Reason → attempts that were not compared for this reason."""
     proved: list[str] = field(default_factory=list)
     """What the comparison has shown, a statement each."""
 
-    def miss(self, what: str, attempts: Sequence[Attempt]) -> None:
+    def miss(self, what: str, attempts: Sequence[RecordedAttempt]) -> None:
         """Add attempts to `missing`."""
         self.missing.setdefault(what, []).extend(attempts)
 
@@ -60,7 +60,7 @@ class _ConsumptionFindings:
         return [f"{what} ({numbers_of(attempts)})" for what, attempts in self.missing.items()]
 
 
-def check_consumption(run: Path, history: History) -> _ConsumptionFindings:
+def check_consumption(run: Path, history: RecordHistory) -> _ConsumptionFindings:
     """Compare the surviving steps of a run with their recipes and data."""
     findings = _ConsumptionFindings()
     newest = history.attempts[-1].start.recipe
@@ -69,7 +69,7 @@ def check_consumption(run: Path, history: History) -> _ConsumptionFindings:
         findings.problems.append(
             f"{shown} is not the recipe of the newest attempt, which is {recipe_file(run, newest)}"
         )
-    by_recipe: dict[str, list[Attempt]] = {}
+    by_recipe: dict[str, list[RecordedAttempt]] = {}
     for attempt in history.attempts:
         # steps that a restart discarded are compared in the attempt that repeated them
         if any(history.survives(attempt, step) for step in attempt.steps):
@@ -107,13 +107,13 @@ class _ComparedSteps:
 
 
 def _recipe(
-    run: Path, attempts: Sequence[Attempt], findings: _ConsumptionFindings
+    run: Path, attempts: Sequence[RecordedAttempt], findings: _ConsumptionFindings
 ) -> Recipe | None:
     """Read the recipe of some attempts, and compare their start lines with it; on failure record
     the reason, and return None."""
     try:
         recipe = kept_recipe(run, attempts)
-    except AwayError as error:
+    except RunProvenanceError as error:
         findings.miss(str(error), attempts)
         return None
     except RecipeError as error:
@@ -136,8 +136,8 @@ def _recipe(
 
 def _compare(
     recipe: Recipe,
-    attempts: Sequence[Attempt],
-    history: History,
+    attempts: Sequence[RecordedAttempt],
+    history: RecordHistory,
     findings: _ConsumptionFindings,
     counts: _ComparedSteps,
 ) -> None:
@@ -191,7 +191,7 @@ def _compare(
     counts.read += len(read)
 
 
-Steps = Sequence[tuple[int, StepLine]]
+Steps = Sequence[tuple[int, LedgerStepLine]]
 """Pairs of the number of an attempt and a step of it."""
 
 
@@ -220,13 +220,13 @@ def _other_tokens(steps: Steps, stream: TokenStream) -> Iterator[str]:
             yield f"{_describe(attempt, step)}: a rank consumed other tokens than the data has"
 
 
-def _numbers(step: StepLine) -> tuple[int, int]:
+def _numbers(step: LedgerStepLine) -> tuple[int, int]:
     # eight hexadecimal digits for the samples, then eight for their tokens
     digest = step.consumed or ""
     return int(digest[:8], 16), int(digest[8:], 16)
 
 
-def _describe(attempt: int, step: StepLine) -> str:
+def _describe(attempt: int, step: LedgerStepLine) -> str:
     return (
         f"step {step.step} (attempt {attempt}, line {step.line}), sequences {step.first} to "
         f"{step.after_last - 1}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic.node.files import open_to_read
 from elastic.record.causes import ending
-from elastic.record.history import History, in_lineage, lineage_of, read_history, read_starts
+from elastic.record.history import RecordHistory, in_lineage, lineage_of, read_history, read_starts
 from elastic.record.lines import read_record
 from elastic.record.reliability import Goodput, Reliability, goodput, reliability
 from trainer.recipe.yaml_tree import RecipeError, read_tree
@@ -42,7 +42,7 @@ def report(run: Path) -> str:
     return "\n\n".join([*parts, _attempts_table(history, trust), check(history)[1]])
 
 
-def check(history: History, run: Path | None = None) -> tuple[bool | None, str]:
+def check(history: RecordHistory, run: Path | None = None) -> tuple[bool | None, str]:
     """Check that the record of a run is complete and that every sequence was consumed exactly once.
     With the directory `run`, also compare consumption with recipes and data, which imports torch.
 
@@ -131,7 +131,9 @@ def _failures_line(trust: Reliability) -> str:
     return line
 
 
-def _throughput_line(history: History, metrics: Sequence[Mapping[str, Any]], unit: str) -> str:
+def _throughput_line(
+    history: RecordHistory, metrics: Sequence[Mapping[str, Any]], unit: str
+) -> str:
     sequences = seconds = 0.0
     for attempt in history.attempts:
         for step in attempt.steps[1:]:  # the first step also warms up
@@ -155,7 +157,7 @@ def _validation_lines(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"validation: {passes}, the lowest loss {loss:.4f} after step {step}"]
 
 
-def _changes_lines(history: History) -> list[str]:
+def _changes_lines(history: RecordHistory) -> list[str]:
     """Lines about changed recipe keys between surviving attempts, and about roll-backs."""
     lines = []
     for attempt in history.attempts:
@@ -168,7 +170,7 @@ def _changes_lines(history: History) -> list[str]:
     return lines
 
 
-def _saves_line(history: History) -> str:
+def _saves_line(history: RecordHistory) -> str:
     saves = [save for attempt in history.attempts for save in attempt.saves]
     good = [save for save in saves if save.get("ok")]
     line = f"saves: {len(good)}"
@@ -181,7 +183,7 @@ def _saves_line(history: History) -> str:
     return line
 
 
-def _attempts_table(history: History, trust: Reliability) -> str:
+def _attempts_table(history: RecordHistory, trust: Reliability) -> str:
     head = ["attempt", "began", "nodes", "ranks", "steps", "state", "back after", "end"]
     attempts, left_out = history.attempts, len(history.attempts) - SHOWN_ATTEMPTS
     rows = []

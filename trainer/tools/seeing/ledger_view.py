@@ -7,11 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from checkpointing.storage.posix import filesystem, is_shared
-from elastic.record.history import History, LedgerReader
+from elastic.record.history import LedgerReader, RecordHistory
 from trainer.tools.seeing import cache
 
 
-class LedgerView:
+class SeenLedger:
     """The ledger of a run, which is read repeatedly."""
 
     def __init__(self, run: Path) -> None:
@@ -30,7 +30,7 @@ class LedgerView:
         """A text that changes with every new line other than step lines."""
         return f"{self._reader.inode}-{len(self._reader.others)}"
 
-    def read(self) -> History:
+    def read(self) -> RecordHistory:
         """Read new lines, and return the history."""
         history = self._reader.read()
         if self._reader.offset - self._kept >= cache.WORTH_BYTES:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from elastic.node.files import open_to_read
-from elastic.record.columns import BLOCK_BYTES, FEWEST, Kind, LineBlock, LineShape
+from elastic.record.columns import BLOCK_BYTES, FEWEST, Kind, RecordLineBlock, RecordLineShape
 from elastic.record.lines import read_record
 from trainer.run.trackers import METRICS, SAMPLES
 from trainer.tools.seeing import cache
@@ -29,7 +29,7 @@ _LATEST = 1e11
 """Unix time from which on a record is checked on its own."""
 
 
-class MetricRecords:
+class SeenMetrics:
     """Records of a run's metrics.jsonl, in columns. Its methods return the records in the lineage
     of one attempt, see [Note: lineage] in elastic/record/history.py. A file that was replaced or
     cut is read again from its beginning."""
@@ -65,7 +65,7 @@ class MetricRecords:
                     self._recall()
             file.seek(self.offset)
             while text := file.read(BLOCK_BYTES) + file.readline():
-                self._take(LineBlock(text[: text.rfind(b"\n") + 1]))
+                self._take(RecordLineBlock(text[: text.rfind(b"\n") + 1]))
                 if not text.endswith(b"\n"):
                     break
         if self.offset - self._kept >= cache.WORTH_BYTES:
@@ -73,7 +73,7 @@ class MetricRecords:
         last = np.array([lineage.get(name, math.inf) for name in self._attempts])
         self._counts = np.array(self._step) <= last[np.array(self._attempt, dtype=int)]
 
-    def _take(self, block: LineBlock) -> None:
+    def _take(self, block: RecordLineBlock) -> None:
         """Add the records in a block of lines, in order."""
         usual, columns = _usual_records(block)
         ends = self.offset + np.array(block.bounds[1:], np.int64)
@@ -188,7 +188,7 @@ class MetricRecords:
         self.offset = self._kept = facts["offset"]
 
 
-def _usual_records(block: LineBlock) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _usual_records(block: RecordLineBlock) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return the indices of the lines that are as the typical line of the block, if this is a
     record of finite numbers, and the fields of these lines by name."""
     if len(block) >= FEWEST and (record := read_record(line := block.typical())):
@@ -199,7 +199,7 @@ def _usual_records(block: LineBlock) -> tuple[np.ndarray, dict[str, np.ndarray]]
             spans = [one.span("attempt" if one["attempt"] else 0) for one in found]
             kinds: list[Kind] = ["hex8" if one["attempt"] else "number" for one in found]
             kinds[names.index("step")] = "whole"
-            indices, values = block.columns(LineShape.of(line, spans, kinds))
+            indices, values = block.columns(RecordLineShape.of(line, spans, kinds))
             columns = dict(zip(names, values, strict=True))
             fine = (columns["time"] >= 0) & (columns["time"] < _LATEST)
             return indices[fine], {name: values[fine] for name, values in columns.items()}

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from trainer.tools.seeing.view import POINTS, RunView, differing_keys, open_runs
+from trainer.tools.seeing.view import POINTS, SeenRun, differing_keys, open_runs
 
 ASSETS = Path(__file__).with_name("assets")
 EVERY_SECONDS = 2.0
@@ -24,7 +24,7 @@ def report_html(paths: Sequence[Path]) -> str:
     return page(open_runs(paths), live=False)
 
 
-def page(runs: Sequence[RunView], *, live: bool) -> str:
+def page(runs: Sequence[SeenRun], *, live: bool) -> str:
     """Return the HTML of a page with everything about each run, and the keys in which their recipes
     differ."""
     shown = [run.all(max(500, POINTS // len(runs))) for run in runs]

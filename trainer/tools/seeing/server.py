@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from elastic.record.history import LedgerError
 from trainer.tools.seeing.page import page, policy
-from trainer.tools.seeing.view import RunView, open_runs
+from trainer.tools.seeing.view import SeenRun, open_runs
 
 READ_SECONDS = 1.0
 """Least seconds between two reads of a run's files, however many pages query."""
@@ -56,7 +56,7 @@ class _CpuBudget:
                 self._left -= time.thread_time() - begun
 
 
-class PageServer(ThreadingHTTPServer):
+class SeeingServer(ThreadingHTTPServer):
     """HTTP server of a page of runs and its updates. Port 0 means any free port. Raises LedgerError
     if a path is not the directory of a started run, and OSError if the address is unavailable."""
 
@@ -134,7 +134,7 @@ class PageServer(ThreadingHTTPServer):
         return "application/json", json.dumps(reply, allow_nan=False, separators=(",", ":"))
 
 
-def _refresh(run: RunView) -> None:
+def _refresh(run: SeenRun) -> None:
     if time.time() - run.now >= READ_SECONDS:
         run.look()
 
@@ -142,7 +142,7 @@ def _refresh(run: RunView) -> None:
 class _Handler(BaseHTTPRequestHandler):
     """Responds to GET requests that have the token."""
 
-    server: PageServer
+    server: SeeingServer
     timeout = IDLE_SECONDS
     server_version, sys_version = "perdure", ""
 
@@ -186,9 +186,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def serve(paths: Sequence[Path], host: str, port: int) -> None:
-    """Print the link, and serve until Ctrl-C; errors as for `PageServer`."""
+    """Print the link, and serve until Ctrl-C; errors as for `SeeingServer`."""
     os.nice(10)  # training on this machine has priority
-    with PageServer(paths, host, port) as server:
+    with SeeingServer(paths, host, port) as server:
         print(f"open {server.link}")
         if host in LOOPBACK:
             number = server.server_address[1]

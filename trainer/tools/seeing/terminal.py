@@ -15,7 +15,7 @@ from elastic.record.history import LedgerError
 from elastic.record.ledger import LEDGER
 from trainer.text import beneath, visible
 from trainer.tools.report.report import date
-from trainer.tools.seeing.view import RunView, open_runs
+from trainer.tools.seeing.view import SeenRun, open_runs
 
 EVERY_SECONDS = 2.0
 SHOWN_EVENTS = 5
@@ -128,11 +128,11 @@ def _age(seconds: float) -> str:
 # --- the screen --------------------------------------------------------------------------------
 
 
-def _screen(runs: Iterable[RunView], width: int) -> RenderableType:
+def _screen(runs: Iterable[SeenRun], width: int) -> RenderableType:
     return Group(*(part for run in runs for part in parts(run, width)))
 
 
-def parts(run: RunView, width: int) -> list[RenderableType]:
+def parts(run: SeenRun, width: int) -> list[RenderableType]:
     """Render a run, `width` columns wide."""
     state = run.status()
     head = _text(run.name, "bold")
@@ -145,7 +145,7 @@ def parts(run: RunView, width: int) -> list[RenderableType]:
     return [head, *body, proved]
 
 
-def _card(run: RunView, width: int) -> Text:
+def _card(run: SeenRun, width: int) -> Text:
     line, used = Text(), 0
     for what, value, remark in run.card():
         extra = f" {remark}" if what == "step" and remark else ""
@@ -160,7 +160,7 @@ def _card(run: RunView, width: int) -> Text:
     return line
 
 
-def _ribbon(run: RunView, width: int) -> Text:
+def _ribbon(run: SeenRun, width: int) -> Text:
     """Draw the time of the run as a bar, in which each downtime takes one column."""
     parts = [part for attempt in run.ribbon() for part in attempt["parts"] if part[2] > part[1]]
     up = sum(end - begin for kind, begin, end in parts if kind != "down")
@@ -181,7 +181,7 @@ def _ribbon(run: RunView, width: int) -> Text:
     return Text("\n").join([bar, key])
 
 
-def _events(run: RunView) -> list[Text]:
+def _events(run: SeenRun) -> list[Text]:
     lines = []
     for event in run.events()[-SHOWN_EVENTS:]:
         line = _text(f"{date(event['time'])}  step {event['step']:,}  ", "bright_black")
@@ -192,7 +192,7 @@ def _events(run: RunView) -> list[Text]:
     return lines
 
 
-def _curves(run: RunView, width: int) -> list[Text]:
+def _curves(run: SeenRun, width: int) -> list[Text]:
     room, lines = max(10, min(60, width - 44)), []
     curves = run.curves(most=100_000)
     for name in filter(curves.__contains__, CURVES):

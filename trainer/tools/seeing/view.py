@@ -19,9 +19,9 @@ import yaml
 
 from elastic.exits import EXIT_DO_NOT_REQUEUE, EXIT_DONE, EXIT_INTERRUPTED
 from elastic.node.files import open_to_read
-from elastic.record.attempt import Attempt
+from elastic.record.attempt import RecordedAttempt
 from elastic.record.causes import ending
-from elastic.record.history import History
+from elastic.record.history import RecordHistory
 from elastic.record.reliability import (
     failed_at,
     goodput,
@@ -33,9 +33,9 @@ from elastic.record.reliability import (
 from trainer.recipe.strategies import MODEL_PARALLEL
 from trainer.recipe.yaml_tree import RecipeError, flat, read_tree
 from trainer.tools.report.report import clock, count_of, unit_of
-from trainer.tools.seeing.ledger_view import LedgerView
+from trainer.tools.seeing.ledger_view import SeenLedger
 from trainer.tools.seeing.metric_columns import (
-    MetricRecords,
+    SeenMetrics,
     read_samples,
     samples_version,
     thinned,
@@ -61,13 +61,13 @@ class _RunStatus:
     text: str
 
 
-class RunView:
+class SeenRun:
     """A run that is read repeatedly."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, _name(path.resolve())
-        self.ledger, self.records = LedgerView(path), MetricRecords(path)
-        self.history: History
+        self.ledger, self.records = SeenLedger(path), SeenMetrics(path)
+        self.history: RecordHistory
         self.now, self.samples_version = 0.0, ""
 
     def look(self) -> None:
@@ -358,10 +358,10 @@ class RunView:
         return update
 
 
-def open_runs(paths: Sequence[Path]) -> list[RunView]:
+def open_runs(paths: Sequence[Path]) -> list[SeenRun]:
     """Return views of runs. Their names are those of the folders, with the parent folder if two are
     equal. Raises LedgerError if a run has not started, or a path is no run."""
-    runs = [RunView(path) for path in paths]
+    runs = [SeenRun(path) for path in paths]
     for run in runs:
         run.look()
     if len({run.name for run in runs}) < len(runs):
@@ -425,7 +425,7 @@ def _count(value: float) -> str:
     return f"{value:,.0f}" if math.isfinite(value) else "-"
 
 
-def events_of(history: History) -> list[dict[str, Any]]:
+def events_of(history: RecordHistory) -> list[dict[str, Any]]:
     """Return all events, oldest first. Each has `time` (Unix), `step`, `kind`, `text`, `failed`,
     `ended` (whether it ended an attempt), `cost`, `rank`, `node`, `attempt`, and `evidence` (pairs
     of texts)."""
@@ -453,12 +453,12 @@ def events_of(history: History) -> list[dict[str, Any]]:
     return sorted(events, key=lambda event: event["time"])
 
 
-def steps_lost(before: Attempt, after: Attempt) -> int:
+def steps_lost(before: RecordedAttempt, after: RecordedAttempt) -> int:
     """Return the number of steps of attempt `before` that the next attempt, `after`, repeats."""
     return max(0, before.last_step - after.start.step)
 
 
-def _within(attempt: Attempt) -> list[dict[str, Any]]:
+def _within(attempt: RecordedAttempt) -> list[dict[str, Any]]:
     """Events of an attempt, other than its end."""
     events = []
 
@@ -491,7 +491,7 @@ def _within(attempt: Attempt) -> list[dict[str, Any]]:
     return events
 
 
-def _cost(before: Attempt, after: Attempt, recoveries: Mapping[int, float]) -> str:
+def _cost(before: RecordedAttempt, after: RecordedAttempt, recoveries: Mapping[int, float]) -> str:
     lost = steps_lost(before, after)
     words = [f"{count_of(lost, 'step')} lost" if lost else "no step lost"]
     if after.number in recoveries:
