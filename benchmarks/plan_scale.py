@@ -44,6 +44,7 @@ from checkpointing.format.layout import (
 from checkpointing.format.plan import (
     REPLICATE,
     Nodes,
+    SavePlanInput,
     TensorLayout,
     TensorPiece,
     TensorSpec,
@@ -53,7 +54,6 @@ from checkpointing.format.plan import (
     plan_pieces,
     replicated,
 )
-from checkpointing.format.sections import SavePlanInput
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import specs_digest
 from checkpointing.save.blocks import plan_node

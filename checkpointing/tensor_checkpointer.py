@@ -21,7 +21,7 @@ from checkpointing.errors import (
     explain,
 )
 from checkpointing.format.layout import ADAPTER, MODEL, TensorMeta, parse_step, step_name
-from checkpointing.format.sections import SectionNumbers, by_section, not_finite
+from checkpointing.format.plan import SectionNumbers, by_section, not_finite
 from checkpointing.load.memory import make_token
 from checkpointing.load.restore import (
     GoalOf,

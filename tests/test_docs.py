@@ -118,11 +118,9 @@ def test_links_of_pages_lead_on_from_their_places_on_the_site():
     assert website.linked_as_on_site("README.md", readme) == (
         "[a](elastic.md#limits) ![b](images/c.svg) [d](recipes/dpo.yaml.md)"
     )
-    page = (
-        "[a](../README.md#b) [c](../trainer/plan/gpus.py) [d](#e) [f](https://g)\n```\n](../h)\n```"
-    )
+    page = "[a](../README.md#b) [c](../trainer/plan/costs.py) [d](#e) [f](https://g)\n```\n](../h)\n```"
     assert website.linked_as_on_site("docs/plan.md", page) == (
-        "[a](index.md#b) [c](trainer/plan/gpus.py.md) [d](#e) [f](https://g)\n```\n](../h)\n```"
+        "[a](index.md#b) [c](trainer/plan/costs.py.md) [d](#e) [f](https://g)\n```\n](../h)\n```"
     )
     table = "[a](../../docs/plan.md) [b](optimizers.json)"
     assert website.linked_as_on_site("benchmarks/results/optimizers.md", table) == (

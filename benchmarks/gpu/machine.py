@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu.setting import Setting, command, device_memory, run_command
 from checkpointing.save.staging import PORTION_BYTES, register
 from elastic import usable_cores
-from trainer.plan.gpus import PlannedGpu, named_gpu
+from trainer.plan.costs import PlannedGpu, named_gpu
 
 
 def host(setting: Setting) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from torch import Tensor
 from checkpointing.errors import DamagedCheckpoint, StorageError
 from checkpointing.format.crc import ONLY, CrcBlockSums
 from checkpointing.format.layout import BLOCK_BYTES
-from checkpointing.format.plan import Nodes, TensorSpec, extents_of, local_boxes, merged
-from checkpointing.format.sections import not_finite
+from checkpointing.format.plan import Nodes, TensorSpec, extents_of, local_boxes, merged, not_finite
 from checkpointing.format.tensors import TORCH_DTYPES
 from checkpointing.load.read_plan import (
     ALIGNMENT,

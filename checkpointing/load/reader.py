@@ -15,12 +15,11 @@ from checkpointing.format.layout import (
     FileRecord,
     StoredTensor,
 )
-from checkpointing.format.plan import TensorSpec
-from checkpointing.format.sections import not_finite
+from checkpointing.format.plan import TensorSpec, not_finite
 from checkpointing.format.tensors import TORCH_DTYPES, place_of, tensors_not_finite
 from checkpointing.format.untrusted import listed
 from checkpointing.load.fill import read_tensors
-from checkpointing.load.published import by_model_names, cure, without_copies
+from checkpointing.load.foreign import by_model_names, cure, without_copies
 from checkpointing.load.segments import LoadFiles
 from checkpointing.ranks import RankGroup, failing_alike
 from checkpointing.storage.place import StoragePlace, local, location

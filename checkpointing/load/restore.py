@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpointing.errors import DamagedCheckpoint, WrongModel
 from checkpointing.format import layout
-from checkpointing.format.sections import by_section, stored_by_name
+from checkpointing.format.plan import by_section, stored_by_name
 from checkpointing.load.fill import read_together
 from checkpointing.load.memory import (
     LeftoverSlot,
@@ -52,7 +52,7 @@ class LoadGoal:
     described: SaveTensors
     """Specs of these tensors, merged over all ranks."""
     finite: Collection[str]
-    """Joint names (see sections.py) of tensors that must not hold NaN or infinity."""
+    """Joint names (see plan.py) of tensors that must not hold NaN or infinity."""
 
 
 GoalOf = Callable[[Mapping[str, Any], Mapping[str, layout.TensorMeta]], LoadGoal]

@@ -20,13 +20,13 @@ from isal.isal_zlib import crc32
 from checkpointing.format.layout import BLOCK_BYTES, TensorFile
 from checkpointing.format.plan import (
     Nodes,
+    SavePlanInput,
     assign_files,
     extents_of,
     merged,
     plan_file,
     plan_pieces,
 )
-from checkpointing.format.sections import SavePlanInput
 from checkpointing.save.messages import BlockRange, Key, Position, Slot
 from checkpointing.save.peers import Pull
 from checkpointing.save.slots import Ranges, SaveSlotFiles, ranges_of

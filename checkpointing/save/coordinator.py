@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, assert_never
 
 from checkpointing.format.layout import TRAINER_STATE, TensorFile
-from checkpointing.format.sections import SectionNumbers, not_finite
+from checkpointing.format.plan import SectionNumbers, not_finite
 from checkpointing.options import CheckpointOptions
 from checkpointing.save import messages as msg
 from checkpointing.save.blocks import SaveFileLayout, SaveGrants, default_writers

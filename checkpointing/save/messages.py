@@ -10,8 +10,7 @@ from errno import EDQUOT, ENOSPC
 from typing import Any, Literal, get_args
 
 from checkpointing.errors import RankFailure, explain
-from checkpointing.format.plan import Nodes
-from checkpointing.format.sections import SavePlanInput, SectionNumbers
+from checkpointing.format.plan import Nodes, SavePlanInput, SectionNumbers
 from checkpointing.options import CheckpointOptions
 from checkpointing.save.slots import Ranges, SaveSlots
 from checkpointing.storage.interface import NewStoredStep

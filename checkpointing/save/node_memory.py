@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from checkpointing.errors import explain
-from checkpointing.format.sections import SavePlanInput, SectionNumbers
+from checkpointing.format.plan import SavePlanInput, SectionNumbers
 from checkpointing.save import messages as msg
 from checkpointing.save.blocks import SaveNodePlan, plan_node
 from checkpointing.save.peers import Pull, copy_slot, write_manifest

@@ -22,12 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from checkpointing.format.bits import digest_and_finite
 from checkpointing.format.layout import MODEL, LayoutSection
-from checkpointing.format.plan import TensorPiece, assign_files, plan_pieces
-from checkpointing.format.sections import (
+from checkpointing.format.plan import (
     SavePlanInput,
     Specs,
+    TensorPiece,
+    assign_files,
     by_section,
     plan_input,
+    plan_pieces,
     stored_by_name,
 )
 from checkpointing.format.tensors import as_bytes

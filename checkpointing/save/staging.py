@@ -21,8 +21,7 @@ from torch import Tensor
 
 from checkpointing.format.bits import digest_and_finite
 from checkpointing.format.layout import DTYPE_BYTES, MODEL
-from checkpointing.format.plan import TensorBox, TensorPiece, extents_of
-from checkpointing.format.sections import SectionNumbers
+from checkpointing.format.plan import SectionNumbers, TensorBox, TensorPiece, extents_of
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor
 from checkpointing.save.messages import Position
 from checkpointing.save.slots import SaveSlotFiles, SaveSlots, ranges_of

@@ -22,7 +22,7 @@ from multiprocessing.connection import Listener  # noqa: TID251  # read by a Cha
 from typing import TypeVar, assert_never
 
 from checkpointing.errors import StorageError, explain
-from checkpointing.format.sections import SectionNumbers
+from checkpointing.format.plan import SectionNumbers
 from checkpointing.save import messages as msg
 from checkpointing.save.blocks import SaveStoppedError, write_blocks
 from checkpointing.save.channel import SaveChannel, call

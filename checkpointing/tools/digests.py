@@ -11,8 +11,7 @@ from torch import Tensor
 
 from checkpointing.format.bits import digest_and_finite
 from checkpointing.format.layout import DTYPE_BYTES, MODEL, OPTIMIZER, TensorMeta
-from checkpointing.format.plan import TensorPiece
-from checkpointing.format.sections import SectionNumbers, by_section
+from checkpointing.format.plan import SectionNumbers, TensorPiece, by_section
 from checkpointing.format.tensors import as_bytes, box_view, local_tensor
 from checkpointing.ranks import RankGroup, failing_alike
 from checkpointing.save.planning import SavePlanner, signatures

@@ -13,7 +13,7 @@ from checkpointing.format.nf4 import BLOCK, NF4, rounded
 from checkpointing.format.peft import BASE, CONFIG, adapter_tensors, read_config
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.format.untrusted import printable, read_object
-from checkpointing.load.published import by_model_names
+from checkpointing.load.foreign import by_model_names
 from checkpointing.storage.source import StoredCheckpoint, StoredTensorReader
 from checkpointing.storage.steps import storage_of
 

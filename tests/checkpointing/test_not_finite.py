@@ -20,7 +20,7 @@ from checkpointing import (
     load_model,
 )
 from checkpointing.format.bits import digest_and_finite
-from checkpointing.format.sections import SectionNumbers
+from checkpointing.format.plan import SectionNumbers
 from tests.checkpointing.worlds import STRATEGIES, run_ranks, spread, whole_state
 
 FINITE = {"w"}

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from checkpointing import wire
 from checkpointing.errors import DamagedCheckpoint, RankFailure, StorageError, explain
 from checkpointing.format.layout import TensorMeta
-from checkpointing.format.plan import TensorLayout, TensorSpec, TensorSplit
-from checkpointing.format.sections import plan_input
+from checkpointing.format.plan import TensorLayout, TensorSpec, TensorSplit, plan_input
 from checkpointing.options import CheckpointOptions
 from checkpointing.save import messages as msg
 from checkpointing.save.messages import Manifest

@@ -28,8 +28,7 @@ from lab.chaos.faults import processes_with
 from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import ROOT, soak
 from trainer.data.loader import load, requests
-from trainer.optim.optimizer import build_optimizer
-from trainer.optim.schedule import build_schedule
+from trainer.optim.optimizer import build_optimizer, build_schedule
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallelize import parallelize
 from trainer.plan import predict
@@ -41,14 +40,15 @@ from trainer.run.step import StepInputs, train_step
 from trainer.run.trace_summary import read_trace
 from trainer.tasks.task import build_task
 from trainer.tools.compare.compare import (
+    AFTER_SAVE,
     INTERRUPTED,
     ComparedOutcome,
+    candidate,
     compare_losses,
     problems,
     run_comparison,
     stall,
 )
-from trainer.tools.compare.compared_strategies import AFTER_SAVE, candidate
 from trainer.tools.compare.comparison_report import parts_table, table
 
 MARK = "PERDURE_TEST_COMPARE"

@@ -16,8 +16,7 @@ from tests.distributed.test_expert_parallel import MOE
 from tests.distributed.test_resume import assert_same
 from trainer.optim import muon
 from trainer.optim.method import update
-from trainer.optim.optimizer import build_optimizer
-from trainer.optim.schedule import learning_rate
+from trainer.optim.optimizer import build_optimizer, learning_rate
 from trainer.recipe import MuonSection, OptimizerSection, RecipeError, load_recipe
 from trainer.run.preflight import check_launch
 from trainer.tasks.task import build_task

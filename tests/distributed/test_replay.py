@@ -33,8 +33,7 @@ from trainer.data.prepare.prepare import prepare
 from trainer.recipe import RecipeError, load_recipe
 from trainer.run.provenance import digest_of, recipe_file
 from trainer.tasks.task import build_task
-from trainer.tools.replay.lineage import ReplaySpan
-from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayRequest
+from trainer.tools.replay.lineage import OUTCOME, REQUEST, ReplayRequest, ReplaySpan
 
 SAVED = ("checkpoint.when_busy=wait", "checkpoint.keep=0")
 EXACT = ("run.determinism=exact", "schedule={name: constant}", *SAVED)

@@ -40,8 +40,13 @@ def add_compare_command(commands: Commands) -> None:
 
 def _compare(arguments: argparse.Namespace) -> int:
     from trainer.run.preflight import default_ranks
-    from trainer.tools.compare.compare import INTERRUPTED, TOLERANCE, problems, run_comparison
-    from trainer.tools.compare.compared_strategies import DEFAULT
+    from trainer.tools.compare.compare import (
+        DEFAULT,
+        INTERRUPTED,
+        TOLERANCE,
+        problems,
+        run_comparison,
+    )
     from trainer.tools.compare.comparison_report import conditions, parts_table, table, write_report
     from trainer.tools.torchrun import stop_on_sigterm
 

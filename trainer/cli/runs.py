@@ -79,7 +79,7 @@ def _report(arguments: argparse.Namespace) -> int:
             if arguments.check:
                 return _check(runs, without_data=arguments.without_data)
             if arguments.html:
-                from trainer.tools.seeing.page import report_html
+                from trainer.tools.seeing.server import report_html
 
                 write_output(arguments.html, report_html([run.directory for run in runs]))
                 print(f"{arguments.html}: open it in a browser")

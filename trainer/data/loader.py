@@ -24,7 +24,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from checkpointing.storage.place import StoragePlace
 from elastic.group.batch_plan import BatchPlan
 from elastic.process import die_with_parent
-from trainer.data.order import BLOCK, ORDER_VERSION, Order, block_counts, sample_digest
+from trainer.data.order import (
+    BLOCK,
+    ORDER_VERSION,
+    DataSetOrder,
+    Order,
+    block_counts,
+    fingerprints_of,
+    sample_digest,
+)
 from trainer.data.packing import (
     PACKING_VERSION,
     DocumentBins,
@@ -35,7 +43,6 @@ from trainer.data.packing import (
     packing_of,
 )
 from trainer.data.shards import DataError, Reader, TokenDataset
-from trainer.data.stages import DataSetOrder, fingerprints_of
 from trainer.data.stream import CONSUMED, COUNTED, IGNORED_LABEL, AccountedStream, Stream
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from elastic.group.permutation import SamplerPermutation
+from elastic.group.sampler import SamplerPermutation
 from trainer.data.shards import DataError, TokenDataset
 from trainer.data.stream import IGNORED_LABEL
 

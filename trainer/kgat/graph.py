@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.group.permutation import SamplerPermutation
+from elastic.group.sampler import SamplerPermutation
 from trainer.data.shards import DataError
 
 Pairs = NDArray[np.int64]

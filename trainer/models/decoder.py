@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from checkpointing.format.nf4 import weights_in
 from trainer.data.packing import cu_seqlens_of
-from trainer.models.attention import Documents, Requested, attend, locate
+from trainer.models.attention import Documents, Requested, Rope, attend, locate, rope_table, rotate
 from trainer.models.family import Family, family_of
 from trainer.models.loss import HeadLoss, preference_loss
-from trainer.models.rotary import Rope, rope_table, rotate
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.sections import ObjectiveSection
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from checkpointing.format.nf4 import weights_in
-from checkpointing.load.published import by_model_names
+from checkpointing.load.foreign import by_model_names
 from checkpointing.storage.place import StoragePlace
 from checkpointing.storage.steps import hugging_face_tensors
 from trainer.models.decoder import Decoder

@@ -30,9 +30,15 @@ from trainer.plan.costs import PlannedMachine
 from trainer.plan.peak_points import adds_gradients
 from trainer.plan.rank_memory import PlannedRankMemory, memory_of, messages_beside
 from trainer.plan.tape import PlannedPassTrace
-from trainer.plan.times import PlannedStages, simulated, times_of
+from trainer.plan.times import (
+    PlannedStages,
+    messages_of,
+    simulated,
+    tied_gradients_of,
+    times_of,
+    traffic_of,
+)
 from trainer.plan.trace import USUAL_GPU, trace
-from trainer.plan.traffic import messages_of, tied_gradients_of, traffic_of
 from trainer.recipe import Recipe, StrategySection
 from trainer.recipe.sections import PipelineSchedule
 from trainer.recipe.strategies import MODEL_PARALLEL, WITHIN_PASS, only, pp

@@ -12,8 +12,8 @@ from trainer.parallel.schedules import bubble_formula
 from trainer.plan.blueprint import PlannedModel, read_blueprint
 from trainer.plan.costs import PEAK_SHARE, PlannedMachine
 from trainer.plan.prediction import Prediction, predict
+from trainer.plan.times import PlannedCollective
 from trainer.plan.trace import Recompute
-from trainer.plan.traffic import PlannedCollective
 from trainer.recipe import Recipe, RecipeError, StrategySection, strategies
 from trainer.recipe.rules import contradictions
 from trainer.recipe.strategies.dimension import StrategySizes

@@ -4,7 +4,7 @@ speed.
 [Note: balance] Ranks are measured over windows of STEPS steps. A rank times its forward passes
 only, because a backward pass includes waiting for the gradients of all ranks. The all-reduce of the
 step after a window carries the measurements of all ranks. So all ranks compute the same new shares,
-see elastic/group/shares.py. Of several ranks that compute one share (tp, cp, pp), the slowest
+see elastic/group/batch_plan.py. Of several ranks that compute one share (tp, cp, pp), the slowest
 counts. New shares begin some steps later, because loaders have requested samples ahead. The order
 of samples, the global batch and its loss stay the same. Each attempt begins with equal shares,
 since its ranks may be on other machines.
@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from elastic.group.batch_plan import BatchPlan
-from elastic.group.shares import BatchSharePlanner
+from elastic.group.batch_plan import BatchPlan, BatchSharePlanner
 from trainer.parallel.fsdp import fsdp_units
 from trainer.parallel.mesh import SHARD, Mesh
 from trainer.parallel.passes import mark, seconds_between

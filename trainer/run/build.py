@@ -24,8 +24,7 @@ from trainer.data.loader import later_stages, requested_ahead
 from trainer.data.stream import IGNORED_LABEL, AccountedStream
 from trainer.models.decoder import Decoder
 from trainer.models.transformers_model import TransformersModel
-from trainer.optim.optimizer import build_optimizer
-from trainer.optim.schedule import build_schedule
+from trainer.optim.optimizer import build_optimizer, build_schedule
 from trainer.parallel.mesh import Mesh, build_mesh, placement
 from trainer.parallel.parallel_model import ParallelModel
 from trainer.parallel.parallelize import CAN_RESET, DTYPES, parallelize, rejoin

@@ -71,7 +71,7 @@ def check_launch(
     """Raise RecipeError, DataError, ModelConfigError or CheckpointError, with one line per problem,
     for a recipe that cannot work, before it is launched. A user's model is tried in a forward pass.
     `most`: number of ranks to which the world may grow. Returns notes for the user, a line each."""
-    from trainer.optim.schedule import build_schedule
+    from trainer.optim.optimizer import build_schedule
 
     if silent := check_folders(folders_of(recipe)):  # later checks would hang on these folders
         raise RecipeError("; ".join(map(str, silent)))

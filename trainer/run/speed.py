@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.node.exchange import received
-from trainer.plan.gpus import named_gpu, peak_tflops
+from trainer.plan.costs import named_gpu, peak_tflops
 from trainer.recipe import Recipe
 from trainer.run.metrics import step_line
 from trainer.run.state import Run

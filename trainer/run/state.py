@@ -15,8 +15,7 @@ from checkpointing.ranks import exchange
 from elastic import Pulse, StartLine, World
 from elastic.group.batch_plan import BatchPlan, BatchPlanPass
 from elastic.node.recall import NodeRecallSocket
-from trainer.optim.optimizer import LossScale
-from trainer.optim.schedule import Rate
+from trainer.optim.optimizer import LossScale, Rate
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.parallel_model import ParallelModel
 from trainer.recipe import Recipe, RecipeError

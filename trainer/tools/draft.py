@@ -9,8 +9,7 @@ import yaml
 
 from trainer.data.shards import DataError, read_index
 from trainer.models.hf import read_config
-from trainer.plan.costs import describe_machine
-from trainer.plan.gpus import listed_name
+from trainer.plan.costs import describe_machine, listed_name
 from trainer.plan.search import Plan, make_plan
 from trainer.recipe import Recipe, RecipeError, shipped_recipes, validate
 from trainer.recipe.load import yaml_scalar

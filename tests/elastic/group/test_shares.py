@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.group.batch_plan import plan_batch
-from elastic.group.shares import BatchSharePlanner, best_plan, fastest_shares, step_seconds
+from elastic.group.batch_plan import (
+    BatchSharePlanner,
+    best_plan,
+    fastest_shares,
+    plan_batch,
+    step_seconds,
+)
 
 
 def balance_of(ranks, each, micro_batch=4, *, fixed=False, lockstep=False):

@@ -8,7 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import trainer
-from elastic.group.permutation import SamplerPermutation
+from elastic.group.sampler import SamplerPermutation
 from tests.distributed.jobs import soak
 from trainer.data.order import BLOCK, Order
 from trainer.data.sample_stream import SampleStream

@@ -11,12 +11,11 @@ from elastic.record.attempt import LedgerStepLine, RecordedAttempt
 from elastic.record.ledger import StartLine
 from elastic.record.proof import problems_of
 from tests.distributed.jobs import SOAK
-from trainer.data import order, stages
+from trainer.data import order
 from trainer.data.loader import TokenStream, later_stages
-from trainer.data.order import BLOCK, Order
+from trainer.data.order import BLOCK, DataMixture, Order, StagedDataOrder
 from trainer.data.prepare.prepare import prepare
 from trainer.data.shards import DataError
-from trainer.data.stages import DataMixture, StagedDataOrder
 from trainer.recipe import RecipeError, resolved
 from trainer.recipe.stages import RecipeStageRow
 from trainer.run.provenance import check_resume
@@ -116,7 +115,6 @@ def test_each_sample_once_an_epoch(monkeypatch):
     for seed in range(40 if SOAK else 1):
         assert_exactly_once(seed, BLOCK)
     monkeypatch.setattr(order, "BLOCK", 16)
-    monkeypatch.setattr(stages, "BLOCK", 16)
     for seed in range(1000 if SOAK else 40):
         assert_exactly_once(seed, 16)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.plan.gpus import GPUS, listed_name, named_gpu, peak_tflops, similar_name
+from trainer.plan.costs import GPUS, listed_name, named_gpu, peak_tflops, similar_name
 
 NAMES = {
     "NVIDIA GB200": "GB200",

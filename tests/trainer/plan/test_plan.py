@@ -37,9 +37,8 @@ from trainer.plan.search import (
     largest_micro_batch,
     make_plan,
 )
-from trainer.plan.times import exchange_seconds
+from trainer.plan.times import PlannedCollective, exchange_seconds, traffic_of
 from trainer.plan.trace import trace
-from trainer.plan.traffic import PlannedCollective, traffic_of
 from trainer.recipe import RecipeError, StrategySection, load_recipe
 from trainer.tools.plan_text import plan_json, plan_text
 

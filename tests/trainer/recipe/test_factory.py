@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trainer.optim.optimizer import build_schedule
 from trainer.optim.own import build_own
-from trainer.optim.schedule import build_schedule
 from trainer.optim.slices import is_elementwise
 from trainer.recipe import OptimizerSection, RecipeError, ScheduleSection
 from trainer.recipe.factory import call_factory

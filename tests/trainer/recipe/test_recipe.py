@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.optim.schedule import build_schedule
+from trainer.optim.optimizer import build_schedule
 from trainer.recipe import (
     RecipeError,
     counted,

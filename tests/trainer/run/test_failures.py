@@ -13,10 +13,10 @@ from elastic.node.recall import NodeRecallSocket
 from trainer.data.shards import DataError
 from trainer.recipe import load_recipe
 from trainer.recipe.factory import RecipeFactoryError
-from trainer.run.failures import RunFailureReport
 from trainer.run.metrics import RunLog
 from trainer.run.saves import caught_up, finish_saves
 from trainer.run.state import RunProgress
+from trainer.run.worker import RunFailureReport
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 

@@ -10,7 +10,7 @@ from elastic.record.ledger import Ledger, StartLine
 from trainer.run.events import RunEventReader
 from trainer.run.trackers import RunMetricsTail
 from trainer.tools.report.report import check, report
-from trainer.tools.seeing.page import embedded
+from trainer.tools.seeing.server import embedded
 from trainer.tools.seeing.terminal import parts
 from trainer.tools.seeing.view import SeenRun
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from trainer.cli import main as cli
-from trainer.optim.schedule import learning_rate
+from trainer.optim.optimizer import learning_rate
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.load import resolved
 from trainer.recipe.yaml_tree import flat

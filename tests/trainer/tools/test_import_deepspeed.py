@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.cli import main as cli
+from trainer.optim.optimizer import learning_rate
 from trainer.optim.own import build_own
-from trainer.optim.schedule import learning_rate
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.yaml_tree import flat
 from trainer.tools.importing.deepspeed import TORCH, import_deepspeed

@@ -28,8 +28,7 @@ from trainer.recipe.errors import known_errors
 from trainer.text import visible
 from trainer.tools.seeing import cache, ledger_view, metric_columns
 from trainer.tools.seeing.metric_columns import SeenMetrics, thinned
-from trainer.tools.seeing.page import ASSETS, report_html
-from trainer.tools.seeing.server import SeeingServer
+from trainer.tools.seeing.server import ASSETS, SeeingServer, report_html
 from trainer.tools.seeing.terminal import find_runs, sparks
 from trainer.tools.seeing.view import SeenRun
 

@@ -6,10 +6,9 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.attention import Documents
+from trainer.models.attention import Documents, Rope
 from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, RMSNorm
 from trainer.models.family import Family, LayerKind, init_parameter, kinds_by_window, window_of
-from trainer.models.rotary import Rope
 from trainer.recipe.architecture import Architecture
 
 

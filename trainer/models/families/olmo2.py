@@ -2,10 +2,9 @@
 
 from torch import Tensor, nn
 
-from trainer.models.attention import Documents
+from trainer.models.attention import Documents, Rope
 from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, RMSNorm
 from trainer.models.family import Family
-from trainer.models.rotary import Rope
 from trainer.recipe.architecture import Architecture
 
 

@@ -23,12 +23,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.attention import Documents
+from trainer.models.attention import Documents, Rope
 from trainer.models.decisions import decided
 from trainer.models.decoder import TENSOR_PLAN, Block
 from trainer.models.families import qwen3
 from trainer.models.family import Family, init_parameter
-from trainer.models.rotary import Rope
 from trainer.recipe import RecipeError
 from trainer.recipe.architecture import Architecture
 

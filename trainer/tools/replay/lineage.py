@@ -1,9 +1,11 @@
-"""The lineage of a run's newest attempt: the attempts and steps that led to the newest weights, see
-[Note: lineage] in elastic/record/history.py. Imports no torch."""
+"""What a replay computes: the lineage of a run's newest attempt, which are the attempts and steps
+that led to the newest weights, see [Note: lineage] in elastic/record/history.py; and the request to
+its ranks, with their answer. Imports no torch."""
 
+import json
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from checkpointing.errors import CheckpointError
@@ -165,3 +167,59 @@ def draw(lineage: ReplayLineage, count: int, seed: int) -> list[int]:
     """Draw `count` steps of a run, or all if it has fewer, in ascending order."""
     steps = range(1, lineage.last + 1)
     return sorted(random.Random(seed).sample(steps, min(count, len(steps))))
+
+
+REQUEST = "PERDURE_REPLAY"
+"""Environment variable with a rank's `ReplayRequest`."""
+OUTCOME = "outcome.json"
+"""Name of the `ReplayOutcome` file that the ranks leave in the scratch folder."""
+
+
+@dataclass(frozen=True)
+class ReplayRequest:
+    """The work of the ranks of a replay. Paths are absolute."""
+
+    run: str
+    scratch: str
+    device: str
+    timeout: float
+    """Seconds that a rank waits for another."""
+    spans: Sequence[ReplaySpan]
+    """Spans to recompute, in order."""
+    stored: Sequence[int] = ()
+    """Steps of the run's lineage with a checkpoint."""
+    data: Sequence[str] = ()
+    """Locations of the data sets, in the order of the recipe; empty: those of the recipe."""
+    examined: int = 0
+    """Step to examine: its loss, norm and digest of gradients are printed. It is the last step of
+    the only span. 0: an audit, which compares all steps of the spans, and the weights at saves."""
+    why: bool = False
+    """Whether to explain the step `examined`, see why.py."""
+    secret: str = ""
+    """Hexadecimal secret with which the ranks authenticate each other; "" for a single rank."""
+
+    @classmethod
+    def from_json(cls, text: str) -> "ReplayRequest":
+        values = json.loads(text)
+        return cls(**{**values, "spans": [ReplaySpan(*one) for one in values["spans"]]})
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass
+class ReplayOutcome:
+    """The result of a replay."""
+
+    problems: list[str] = field(default_factory=list)
+    """Contradictions between recomputation and ledger."""
+    missing: list[str] = field(default_factory=list)
+    """Comparisons that were impossible, with the reason."""
+    errors: list[str] = field(default_factory=list)
+    """Reasons why nothing was recomputed."""
+
+    def problem(self, what: str) -> None:
+        self.problems += [what] if what not in self.problems else []
+
+    def miss(self, what: str) -> None:
+        self.missing += [what] if what not in self.missing else []

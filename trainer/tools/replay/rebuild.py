@@ -18,7 +18,7 @@ from elastic.node.recall import NodeRecallSocket
 from elastic.record.history import RecordedAttempt
 from elastic.world import limit_waits
 from trainer.data.loader import identity_of
-from trainer.optim.schedule import build_schedule
+from trainer.optim.optimizer import build_schedule
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallel_model import ParallelStateTargets
 from trainer.recipe import Recipe, RecipeError, counted

@@ -50,9 +50,17 @@ from trainer.tools.replay.compared import (
     relative,
     unrecorded,
 )
-from trainer.tools.replay.lineage import ReplayLineage, ReplaySpan, beginning, newest_lineage
+from trainer.tools.replay.lineage import (
+    OUTCOME,
+    REQUEST,
+    ReplayLineage,
+    ReplayOutcome,
+    ReplayRequest,
+    ReplaySpan,
+    beginning,
+    newest_lineage,
+)
 from trainer.tools.replay.rebuild import ReplaySources, go_back, keep_state, rebuilt
-from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, ReplayRequest
 from trainer.tools.replay.why import why
 
 SHOWN = 5

@@ -19,7 +19,11 @@ from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.strategies import exact, together
 from trainer.tools.mirror import scratch_folder
 from trainer.tools.replay.lineage import (
+    OUTCOME,
+    REQUEST,
     ReplayLineage,
+    ReplayOutcome,
+    ReplayRequest,
     ReplaySpan,
     beginning,
     draw,
@@ -27,7 +31,6 @@ from trainer.tools.replay.lineage import (
     newest_lineage,
     stored_states,
 )
-from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, ReplayRequest
 from trainer.tools.report.report import clock
 from trainer.tools.torchrun import run_ranks
 

@@ -41,7 +41,7 @@ from trainer.data.sample_stream import SampleStream
 from trainer.data.shards import TokenDataset
 from trainer.data.stream import COUNTED, IGNORED_LABEL
 from trainer.data.tokenizer import read_tokenizer
-from trainer.optim.schedule import build_schedule
+from trainer.optim.optimizer import build_schedule
 from trainer.recipe import RecipeError, counted
 from trainer.recipe.seeds import stable_seed
 from trainer.recipe.stages import ordered
