@@ -63,7 +63,7 @@ Rebuild  the same with elastic.recovery=rebuild: they build model and optimizer 
 Refork   the same with elastic.recovery=refork: all ranks are forked anew
 
 worker   kill -9 of one rank; 2 nodes          node   kill -9 of all of a node without rank 0; of 2
-four     kill -9 of one rank of four; 1 node
+four     kill -9 of one rank of four; 1 node; at moments spread evenly over a step
 join     a node joins; from 1 to 2             first  the same, with rank 0 (Stock: and the store);
 join 3   the same; from 2 to 3                        of 3
 notice   SIGTERM to an agent; of 2 nodes       hang   SIGSTOP of a rank; 2 nodes
@@ -273,7 +273,7 @@ def _run(
                     break
             recoveries = _one(job, name, number, limit)
             for kind, recovery in recoveries.items():
-                if recovery.seconds is not None:
+                if options.macs and recovery.seconds is not None:
                     spans += _spans(job, kind, recovery)
                 _note(found, kind, recovery, system)
             cost = sum(recovery.waited for recovery in recoveries.values())

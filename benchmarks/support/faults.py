@@ -6,10 +6,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from benchmarks.support.elastic_job import Job, Recovery
 from lab.local_nodes import LocalNode
+
+GOLDEN = 0.618
+"""Golden ratio: the fractional parts of its multiples spread evenly from 0 to 1."""
 
 
 def kill_worker(job: Job, number: int, limit: float) -> Recovery:
@@ -23,10 +27,16 @@ def kill_worker(job: Job, number: int, limit: float) -> Recovery:
 
 
 def kill_one_of_four(job: Job, number: int, limit: float) -> Recovery:
-    """kill -9 of one of a node's four ranks: first of rank 1, then of rank 0, 3, 2, 1, …"""
-    victim, mark = job.workers(job.main)[(1 - number) % 4], job.mark()
+    """kill -9 of one of a node's four ranks: first of rank 1, then of rank 0, 3, 2, 1, …; at
+    moments spread evenly over a step."""
+    step = median(after - before for before, after in pairwise(job.step_times[-4:]))
+    victim = job.workers(job.main)[(1 - number) % 4]
+    time.sleep(step * (number * GOLDEN % 1))
+    mark = job.mark()
     os.kill(victim, signal.SIGKILL)
-    return job.recovery(mark, limit)
+    recovery = job.recovery(mark, limit)
+    recovery.more["a step before the fault"] = step
+    return recovery
 
 
 def lose_node(job: Job, number: int, limit: float) -> Recovery:
