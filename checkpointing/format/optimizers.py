@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkpointing.errors import WrongModel
 from checkpointing.format.layout import TensorMeta
-from checkpointing.format.tensors import STORED_DTYPES, TORCH_DTYPES
+from checkpointing.format.tensors import STORED_DTYPES, TORCH_DTYPES, local_tensor
 from checkpointing.format.values import from_json, to_json
 
 OWN = "$own"
@@ -212,7 +212,7 @@ class _Writer:
         return self.names.get(key, "tensor") if isinstance(key, Tensor) else f"{key}"
 
     def _tensor(self, value: Tensor, name: str, like: Tensor | None) -> Any:
-        local = value.to_local() if isinstance(value, DTensor) else value
+        local = local_tensor(value) if isinstance(value, DTensor) else value
         if is_traceable_wrapper_subclass(local):
             if local is not value:
                 raise ValueError(

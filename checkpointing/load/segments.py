@@ -161,6 +161,7 @@ class LoadSegmentReader(ExitStack):
         self.sums, self._bad = sums, bad
         size = step + _MOST_BUFFERS * ALIGNMENT  # room for a batch, with each segment aligned
         self._arena = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        self._memory = self._arena.numpy().data
         self._name: str | None = None
         self._file: StoredFile | None = None
 
@@ -184,9 +185,8 @@ class LoadSegmentReader(ExitStack):
             places.append(end)
             if segment.data is None:
                 end += -(-segment.nbytes // ALIGNMENT) * ALIGNMENT
-        memory = self._arena.numpy().data
         buffers = [
-            memory[place : place + segment.nbytes] if segment.data is None else segment.data
+            self._memory[place : place + segment.nbytes] if segment.data is None else segment.data
             for segment, place in zip(batch, places, strict=True)
         ]
         if file.read_into(buffers, batch[0].begin) != sum(segment.nbytes for segment in batch):

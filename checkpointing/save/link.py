@@ -2,6 +2,7 @@
 
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -49,16 +50,27 @@ def end(process: "subprocess.Popen[bytes]", seconds: float) -> int:
     if process.stdin:
         with suppress(BrokenPipeError):
             process.stdin.close()
-    try:  # a killed process closes its connections a moment before it is dead
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
+    # a killed process closes its connections a moment before it is dead
+    if _code(process, seconds) is None:
         process.kill()
     if process.stdout:
         process.stdout.close()
-    try:
-        return process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:  # the process hangs in an uninterruptible system call
-        return -signal.SIGKILL
+    code = _code(process, END_SECONDS)
+    # without a code the process hangs in an uninterruptible system call
+    return -signal.SIGKILL if code is None else code
+
+
+def _code(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:
+    """Wait for a process like `Popen.wait`, which polls ever less often, while other ranks wait for
+    this one. Returns its exit code; None if it has not ended within `seconds`."""
+    if process.poll() is None:
+        descriptor, poll = os.pidfd_open(process.pid), select.poll()
+        poll.register(descriptor, select.POLLIN)
+        try:
+            poll.poll(seconds * 1000)
+        finally:
+            os.close(descriptor)
+    return process.poll()
 
 
 class Spare:
