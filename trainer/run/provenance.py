@@ -343,6 +343,8 @@ def changes(old: Mapping[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]
 def _complete(old: Mapping[str, Any], recipe: Recipe) -> Mapping[str, Any]:
     """Return an older resolved recipe with defaults for keys and factory options that it lacks. A
     recipe with keys that no longer exist is returned unchanged, so new keys count as changed."""
+    if old == resolved(recipe) and not recipe.own_code:  # what follows takes milliseconds
+        return old
     with suppress(RecipeError):
         tree = resolved(validate(renewed(copy.deepcopy(dict(old)))[0], {}, "recipe.yaml"))
         for key, name in recipe.own_code.items():
