@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.tensor import DTensor
 
 from elastic.process import children
 from lab.local_nodes import LocalNodes
@@ -14,6 +15,9 @@ from tests.checkpointing.faults import until
 from tests.distributed.jobs import ROOT, Forked, assert_kept, deadly, losses, soak, starts
 from tests.distributed.test_exact import assert_equal_bits, result
 from tests.distributed.test_expert_parallel import MOE
+from trainer.parallel.mesh import forget_meshes
+from trainer.run.build import usable
+from trainer.run.worker import rehearse
 
 COMPILED = """
 import ctypes, os
@@ -196,6 +200,27 @@ def trained(workspace, tmp_path):
         return node.text(), result(workspace, run)
 
     return trained
+
+
+def test_a_process_in_reserve_has_the_model_of_whichever_rank_it_becomes(workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "4")
+    kept = rehearse(("recipe.yaml", *HSDP))
+    for rank in range(4):
+        monkeypatch.setenv("RANK", f"{rank}")
+        monkeypatch.setenv("LOCAL_RANK", f"{rank}")
+        ours = usable(kept, kept[0].recipe)
+        coordinates = {
+            tuple(tensor.device_mesh.get_coordinate() or ())
+            for state in (*ours.optimizer.state.values(), ours.model.parameters)
+            for tensor in state.values()
+            if isinstance(tensor, DTensor)
+        }
+        assert coordinates == {divmod(rank, 2)}
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert usable(kept, kept[0].recipe) is None
+    forget_meshes()  # other tests have other meshes
 
 
 @soak

@@ -2,7 +2,6 @@
 path as a start, and finds a checkpoint to load."""
 
 import copy
-import gc
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +18,13 @@ from elastic import StartLine, World, describe_failure
 from elastic.group.batch_plan import BatchPlan
 from elastic.node.recall import NodeRecallSocket
 from elastic.process import usable_cores
-from elastic.world import limit_waits, read_environment
+from elastic.world import drop_world, limit_waits, read_environment
 from trainer.data.loader import later_stages, requested_ahead
 from trainer.data.stream import IGNORED_LABEL, AccountedStream
 from trainer.models.decoder import Decoder
 from trainer.models.transformers_model import TransformersModel
 from trainer.optim.optimizer import build_optimizer, build_schedule
-from trainer.parallel.mesh import Mesh, build_mesh, placement
+from trainer.parallel.mesh import Mesh, build_mesh, forget_meshes, placement
 from trainer.parallel.parallel_model import ParallelModel
 from trainer.parallel.parallelize import CAN_RESET, DTYPES, parallelize, rejoin
 from trainer.recipe import Recipe, RecipeError, StrategySection, counted, strategies
@@ -37,7 +36,7 @@ from trainer.run.provenance import changes_of_start, describe_changes, digest_of
 from trainer.run.reference import RunReference
 from trainer.run.saves import load_beginning, restore
 from trainer.run.speed import peak_flops
-from trainer.run.state import Run, RunProcess, RunProgress
+from trainer.run.state import KeptModel, Run, RunProcess, RunProgress
 from trainer.run.step import compute_pass
 from trainer.tasks.task import Task, optimizer_options
 from trainer.tasks.text_model import documents_for
@@ -72,13 +71,11 @@ class _BuiltModel:
 
 @contextmanager
 def build(process: RunProcess, joined: RunRank) -> Iterator[_BuiltModel]:
-    """Build model and optimizer, or keep those of this process's last run. On all ranks."""
+    """Build model and optimizer, or use those that this process has kept. On all ranks."""
     task, world, recall = joined.inputs.task, joined.world, process.recall
-    last, process.run = process.run, None  # a half-restored model must not be reused
     recipe = counted(settled(joined.inputs.recipe, world), task.stream.sequences)
-    if last and (why := reason_to_rebuild(last, recipe)):
-        logger.warning("model and optimizer are built anew: %s", why)
-        last = None
+    last = usable(process.kept, recipe)
+    process.kept = []  # a half-restored model must not be reused
     mesh = build_mesh(recipe, world)
     plan = strategies.exact.batch_plan(recipe, mesh.dp_size)
     with (
@@ -98,8 +95,7 @@ def build(process: RunProcess, joined: RunRank) -> Iterator[_BuiltModel]:
         if last:
             task, optimizer, kept = last.task, last.optimizer, last.progress
             model, mesh = rejoin(last.model, last.mesh, mesh)
-            del last
-            gc.collect()  # the failed step's graph is a reference cycle that holds the old groups
+            del last  # it refers to the old groups
         else:
             # The next attempt needs this model on the meta device. A user's model is whole, and
             # built anew for each attempt.
@@ -117,8 +113,20 @@ def build(process: RunProcess, joined: RunRank) -> Iterator[_BuiltModel]:
         )
 
 
-def reason_to_rebuild(last: Run, recipe: Recipe) -> str:
-    """Return why this process cannot keep the model and the optimizer of its last run; "" if it
+def usable(candidates: Sequence[KeptModel], recipe: Recipe) -> KeptModel | None:
+    """Return the model that this rank can use; None if it must build one. `recipe`: resolved for
+    the present world."""
+    for candidate in candidates:
+        why = reason_to_rebuild(candidate, recipe)
+        if not why:
+            return candidate
+        if candidate.progress:
+            logger.warning("model and optimizer are built anew: %s", why)
+    return None
+
+
+def reason_to_rebuild(last: KeptModel, recipe: Recipe) -> str:
+    """Return why this process cannot keep the model and the optimizer of its last attempt; "" if it
     can. `recipe`: resolved for the present world."""
     rank, _, size, _ = now = read_environment()
     world, strategy = last.world, recipe.strategy
@@ -136,6 +144,20 @@ def reason_to_rebuild(last: Run, recipe: Recipe) -> str:
     if strategies.offload.used(strategy):
         return f"strategy.offload is {strategy.offload}"
     return "" if CAN_RESET else f"torch {torch.__version__} cannot drop a step that failed"
+
+
+def build_ahead(recipe: Recipe, task: Task, world: World) -> KeptModel:
+    """Build the model of the rank `world.rank` in a fake process group, for `build` to use once
+    this process is that rank. `recipe`: as the ranks read it."""
+    forget_meshes()  # they would give the parameters the mesh of another rank
+    dist.init_process_group(
+        "fake", store=dist.HashStore(), rank=world.rank, world_size=world.world_size
+    )
+    recipe = counted(settled(recipe, world), task.stream.sequences)
+    mesh, task = build_mesh(recipe, world), with_copied_model(task)
+    model, optimizer = model_and_optimizer(recipe, task, world, mesh)
+    drop_world()
+    return KeptModel(recipe, task, world, mesh, model, optimizer, progress=None)
 
 
 def with_copied_model(task: Task) -> Task:
@@ -215,7 +237,7 @@ def restore_state(process: RunProcess, built: _BuiltModel) -> Iterator[Run]:
             notes.append(describe_own(optimizer, recipe.optimizer))
         log_lines = *built.attention, *(f"note: {note}" for note in notes if note)
         log.say("\n".join([describe(run), *log_lines, *reference_lines, memory]))
-        process.run = run
+        process.kept = [KeptModel(recipe, task, world, mesh, model, optimizer, progress)]
         yield run
         pulse.report(progress.step, "end")
 

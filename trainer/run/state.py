@@ -125,8 +125,24 @@ class RunProcess:
     """A checkpoint writer process that has started already."""
     startup: RunStartup
     """Times of the present attempt's start."""
-    run: "Run | None" = None
-    """The run of the last attempt; None in a new process, and while the next run is built."""
+    kept: "list[KeptModel]" = field(default_factory=list)
+    """Models that the next attempt may use; [] in a new process, and while a run is built. A
+    reserve process has built one for each rank of its node."""
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    """A model and its optimizer, for the next attempt of this process."""
+
+    recipe: Recipe
+    """The recipe with every value resolved for `world`."""
+    task: Task
+    world: World
+    mesh: Mesh
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    progress: RunProgress | None
+    """Progress of the last attempt, which trained the model; None: it has no numbers yet."""
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,7 @@ def train(run: Run, startup: RunStartup) -> int:
 
 def first_step_done(run: Run, startup: RunStartup) -> None:
     """Allow reuse of this process in later attempts, if the recipe does; log the startup times."""
+    gc.collect()  # frees models that a process in reserve has built for ranks that it is not
     run.recall.enable()
     startup.mark("first step")
     run.log.started(startup)

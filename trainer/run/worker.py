@@ -46,14 +46,20 @@ from trainer.data.stream import CONSUMED, COUNTED
 from trainer.parallel.mesh import build_mesh, forget_meshes, is_sharded_by_fsdp
 from trainer.recipe.errors import error_text, known_errors
 from trainer.recipe.factory import RecipeFactoryError
-from trainer.recipe.strategies import ep, exact
-from trainer.run.build import build, model_and_optimizer, restore_state, with_copied_model
+from trainer.recipe.strategies import ep, exact, offload
+from trainer.run.build import (
+    build,
+    build_ahead,
+    model_and_optimizer,
+    restore_state,
+    with_copied_model,
+)
 from trainer.run.compiled import keep_caches_closed
 from trainer.run.guard import GradientDisputeError
 from trainer.run.join import join, prepare, read_inputs
 from trainer.run.metrics import RunStartup
 from trainer.run.micro_batch import RunOutOfMemoryError
-from trainer.run.state import RunProcess
+from trainer.run.state import KeptModel, RunProcess
 from trainer.run.train import train
 from trainer.tasks.own_model import refusing_misfits
 from trainer.text import show_only_visible
@@ -195,16 +201,19 @@ def run_attempt(process: RunProcess) -> int | None:
 
 
 def begin(arguments: tuple[str, ...]) -> RunProcess:
-    """Set up this process. A reserve process first rehearses, then waits to be made a rank."""
+    """Set up this process. A reserve process first rehearses and builds models, then waits to be
+    made a rank."""
     if read_environment()[2] > 1:
         die_with_parent()
     grow_segments()
     recall, spare, in_reserve = NodeRecallSocket.from_environment(), Spare(), RESERVE in os.environ
+    kept: list[KeptModel] = []
     if in_reserve:
         spare.start()
         with suppress(Exception):  # an error is reported when it occurs again in the rank
-            rehearse(arguments)
+            kept = rehearse(arguments)
         drop_world()
+        forget_meshes()
         gc.collect()
         wait_for_generation(recall, seconds=None)
         set_name("rank")  # its name was "reserve"
@@ -217,19 +226,21 @@ def begin(arguments: tuple[str, ...]) -> RunProcess:
         spare.start()
     else:
         spare.end()
-    return RunProcess(arguments, pulse, recall, spare, RunStartup(again=in_reserve))
+    return RunProcess(arguments, pulse, recall, spare, RunStartup(again=in_reserve), kept)
 
 
-def rehearse(arguments: tuple[str, ...]) -> None:
+def rehearse(arguments: tuple[str, ...]) -> list[KeptModel]:
     """Build the model once in a fake process group, to fill torch's caches for DTensors. A small
     model also runs forward and backward once, with arbitrary weights, to load and compile code
-    before a rank needs it. Does nothing without FSDP, or if the ranks use GPUs."""
+    before a rank needs it. Then build and return the model of each rank of this node, because other
+    ranks would wait for that once this process is one of them. Does nothing without FSDP, or if the
+    ranks use GPUs."""
     recipe, _, task, _ = prepare(arguments)
-    ranks = rank, _, world_size, _ = read_environment()
+    ranks = rank, local_rank, world_size, local_world_size = read_environment()
     keep_caches_closed(recipe.directory, recipe.strategy.compile)
     gpus = recipe.run.device != "cpu" and torch.cuda.is_available()
     if not task or gpus or not is_sharded_by_fsdp(recipe, world_size):
-        return
+        return []
     small = task.parameter_count <= REHEARSED_PARAMETERS
     device = torch.device("cpu" if small else "meta")
     world = World(*ranks, nodes=1, round=0, generation=0, cause=None, device=device)
@@ -248,6 +259,15 @@ def rehearse(arguments: tuple[str, ...]) -> None:
             result = forward(inputs)
             if isinstance(result, dict):
                 forward.root = result["loss"]
+    drop_world()
+    in_place = recipe.elastic.recovery == "in_place" and not offload.used(recipe.strategy)
+    if not (small and in_place and task.fill):
+        return []
+    first = rank - local_rank
+    return [
+        build_ahead(recipe, task, replace(world, rank=first + place, local_rank=place))
+        for place in range(local_world_size)
+    ]
 
 
 def wait_for_generation(
@@ -263,13 +283,12 @@ def wait_for_generation(
 
 
 def release_attempt(process: RunProcess) -> None:
-    """Free the process groups and the memory of a finished attempt, except `process.run`."""
+    """Free the process groups and the memory of a finished attempt, except `process.kept`."""
     process.recall.abort()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     drop_world()
-    if not process.run:  # if a run is kept, `build` collects while new ranks still build
-        gc.collect()  # wrapped models are reference cycles
+    gc.collect()  # wrapped models, and the graph of a failed step, are reference cycles
 
 
 def grow_segments() -> None:
