@@ -15,9 +15,10 @@ import pytest
 from hypothesis import settings
 
 from checkpointing.storage.folders import SHARED_MEMORY, forget, hold
+from tests.forked_workers import pytest_xdist_setupnodes
 from tests.s3 import server, store
 
-__all__ = ["server", "store"]
+__all__ = ["pytest_xdist_setupnodes", "server", "store"]
 
 sys.dont_write_bytecode = False
 
@@ -36,10 +37,12 @@ def pytest_sessionstart() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that may take longer than the others come first, and then those of whole jobs: nobody
     waits for them in the end."""
-    jobs = Path(__file__).parent / "distributed"
+    jobs = str(Path(__file__).parent / "distributed") + os.sep
     items.sort(
-        key=lambda item: (not item.get_closest_marker("timeout"), jobs not in item.path.parents)
-    )
+        key=lambda item: (
+            not item.get_closest_marker("timeout"), not str(item.path).startswith(jobs)
+        )
+    )  # fmt: skip
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,7 +51,6 @@ def pytest_collection() -> Generator[None, object, object]:
     now, and not in each later collection."""
     gc.disable()
     result = yield
-    gc.collect()
     gc.freeze()
     gc.enable()
     return result
