@@ -113,7 +113,10 @@ def test_the_step_after_a_trace_waits_for_no_rank_that_still_writes(tmp_path, mo
             self.left -= 1
             if self.left == 0 and dist.get_rank() == 1:
                 time.sleep(0.5)
+                written.touch()
 
+    written, barriers, barrier = tmp_path / "written", [], dist.barrier
+    monkeypatch.setattr(dist, "barrier", lambda group: barriers.append(group) or barrier(group))
     monkeypatch.setattr("trainer.run.profile.torch_profiler", SlowOnRank1)
     monkeypatch.setattr("trainer.run.profile._TensorSizes", Mock())
 
@@ -123,15 +126,15 @@ def test_the_step_after_a_trace_waits_for_no_rank_that_still_writes(tmp_path, mo
         speed = Mock()
         speed.aside.side_effect = nullcontext
         profiler = StepProfiler(run, speed)
-        took = []
+        after = []
         for _ in range(4):
-            began = time.monotonic()
             profiler.after_step()
-            took.append(time.monotonic() - began)
-        return took
+            after.append((len(barriers), written.exists()))
+        return after
 
-    for took in run_ranks(2, work, tmp_path):
-        assert [seconds > 0.25 for seconds in took] == [False, False, True, False]
+    for after in run_ranks(2, work, tmp_path):
+        assert [waits for waits, _ in after] == [0, 0, 1, 1]
+        assert after[2][1], "the other rank still writes"
 
 
 def test_on_a_gpu_the_device_comes_first(tmp_path):
