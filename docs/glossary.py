@@ -5,7 +5,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -14,13 +14,16 @@ PAGE = ROOT / "docs/glossary.md"
 SENTENCE = re.compile(r".*?[.!?](?=\s+[A-Z`[]|$)|.*")
 
 
-def classes(package: str) -> Iterator[tuple[str, str, str]]:
+@cache
+def classes(package: str) -> list[tuple[str, str, str]]:
     """(class, module, first sentence) of the public classes of a package, without importing it."""
+    found = []
     for path in sorted((ROOT / package).rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                yield node.name, module, sentence(ast.get_docstring(node) or "")
+                found.append((node.name, module, sentence(ast.get_docstring(node) or "")))
+    return found
 
 
 def sentence(docstring: str) -> str:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import zipfile
-from functools import partial
+from functools import cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
 from unittest.mock import patch
@@ -281,31 +281,32 @@ def test_what_is_run_elsewhere_is_there():
         assert target in TARGETS if maker == "make" else (ROOT / maker).exists(), entry
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_in_sentences_are_known(page):
+def test_commands_in_sentences_are_known():
     """Their subcommands, options, targets and modules exist."""
-    for span in prose.code(PAGES[page]):
+    spans = [(page, span) for page, text in PAGES.items() for span in prose.code(text)]
+    for page, span in spans:
         if "commit" in ELSEWHERE.get(span, {}).get("needs", ""):
             continue  # of code that is no more
         if found := re.fullmatch(r"make ([a-z][\w-]*).*", span):
-            assert found[1] in TARGETS, span
+            assert found[1] in TARGETS, (page, span)
         elif found := re.match(r"python -m benchmarks\.(\w+)", span):
             homes = [f"benchmarks/{found[1]}.py", f"benchmarks/{found[1]}/*.py"]
             source = "".join(path.read_text() for home in homes for path in ROOT.glob(home))
-            assert source, span
+            assert source, (page, span)
             shared = (ROOT / "benchmarks/support/__init__.py").read_text()
             for option in re.findall(r" --([a-z][\w-]+)", span):
                 name = option.replace("-", "[-_]")
-                assert re.search(rf"\b{name}\b", source + shared), (span, option)
+                assert re.search(rf"\b{name}\b", source + shared), (page, span, option)
         elif span.startswith("perdure "):
             names = re.findall(r"[a-z|-]+", span.split(" -")[0])[1:3]
             for last in names[-1].split("|") if names else [""]:
-                told = help_of([*names[:-1], *filter(None, [last])])
+                told = help_of(*names[:-1], *filter(None, [last]))
                 for option in re.findall(r"(?<= )--[a-z][\w-]+", span):
-                    assert option in told, span
+                    assert option in told, (page, span)
 
 
-def help_of(names: list[str]) -> str:
+@cache
+def help_of(*names: str) -> str:
     """What `perdure NAMES… --help` prints."""
     printed = io.StringIO()
     command = patch.object(sys, "argv", ["perdure", *names, "--help"])

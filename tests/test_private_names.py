@@ -113,10 +113,10 @@ def private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def imported(tree: ast.Module) -> dict[str, str]:
+def imported(nodes: list[ast.AST]) -> dict[str, str]:
     """Local name → what it stands for, of all imports from torch."""
     found = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.asname or "." not in alias.name:
@@ -136,10 +136,10 @@ def used() -> tuple[set[str], set[str]]:
     none of the packages defines)."""
     reached, attributes, own = set(), set(), set()
     for path in SOURCES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        known = imported(tree)
+        nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+        known = imported(nodes)
         reached |= {what for what in known.values() if any(map(private, what.split(".")))}
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 own.add(node.name)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -153,8 +153,8 @@ def used() -> tuple[set[str], set[str]]:
                     reached.add(known[root] + name.removeprefix(root))
                 else:
                     attributes.add(node.attr)
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
-                name = node.args[1]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                name = node.args[1] if node.func.id in ("getattr", "hasattr") else None
                 if isinstance(name, ast.Constant) and private(str(name.value)):
                     attributes.add(str(name.value))
     return reached, attributes - own

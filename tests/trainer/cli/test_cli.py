@@ -106,8 +106,8 @@ COMMANDS = [
 
 @pytest.fixture
 def tell(folder, monkeypatch, capsys):
-    """tell(*arguments, code=0) → what a command prints that this process runs: one of its own
-    imports torch for two seconds."""
+    """tell(*arguments, code=0) → what a command prints that this process runs (errors, if it
+    fails): one of its own imports torch for two seconds."""
 
     def tell(*arguments, code=0):
         monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as main does, and undone after the test
@@ -116,7 +116,7 @@ def tell(folder, monkeypatch, capsys):
             main()
         printed = capsys.readouterr()
         assert end.value.code == code, printed
-        return printed.out
+        return printed.err if code and not printed.out else printed.out
 
     monkeypatch.chdir(folder)
     return tell
@@ -124,7 +124,7 @@ def tell(folder, monkeypatch, capsys):
 
 def test_from_text_to_text(folder, tell):
     prepare = ["data", "prepare", "text.jsonl", "--out", "data", "--tokenizer", "bytes"]
-    output = perdure(folder, *prepare, "--field", "body", "--validation-fraction", "0.2")
+    output = tell(*prepare, "--field", "body", "--validation-fraction", "0.2")
     assert "from 500 documents; 1 bad records left out" in output
     assert "text.jsonl:4: not JSON" in tell("data", "inspect", "data", "--verify")
 
@@ -206,8 +206,8 @@ def test_version_is_told_without_importing_torch(tmp_path, monkeypatch):
         (["data", "prepare", "x", "--out", "y", "--split-documents", "windows"], "window"),
     ],
 )
-def test_a_mistyped_command_is_answered_by_the_one_that_was_meant(tmp_path, arguments, meant):
-    assert perdure(tmp_path, *arguments, code=2).endswith(f"did you mean '{meant}'?\n")
+def test_a_mistyped_command_is_answered_by_the_one_that_was_meant(tell, arguments, meant):
+    assert tell(*arguments, code=2).endswith(f"did you mean '{meant}'?\n")
 
 
 def test_the_image_has_the_torch_of_make_train():

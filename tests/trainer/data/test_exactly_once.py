@@ -64,7 +64,10 @@ def test_any_history_is_the_uninterrupted_one(sizes, global_batch, history):
 
     def fetch(requests, count, workers):
         ahead = [next(requests) for _ in range(count + 8 * workers)]  # read ahead, and lost
-        return [list(zip(*order.locate(ahead[n]), strict=True)) for n in range(count)]
+        # The order is a pure function of positions: one call stands for one per request.
+        positions = np.array([position for one in ahead[:count] for position in one], np.int64)
+        found = zip(*(values.tolist() for values in order.locate(positions)), strict=True)
+        return [list(islice(found, len(one))) for one in ahead[:count]]
 
     steps = run(history, global_batch, fetch)
     whole = np.stack(order.locate(np.arange(len(steps) * global_batch)), axis=1)

@@ -115,7 +115,7 @@ def test_each_sample_once_an_epoch(monkeypatch):
     for seed in range(40 if SOAK else 1):
         assert_exactly_once(seed, BLOCK)
     monkeypatch.setattr(order, "BLOCK", 16)
-    for seed in range(1000 if SOAK else 40):
+    for seed in range(1000 if SOAK else 20):
         assert_exactly_once(seed, 16)
 
 

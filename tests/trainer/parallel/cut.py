@@ -1,5 +1,4 @@
-"""Two ranks that cut a head, and a model of the user's, and compare with the whole ones:
-python -m tests.trainer.parallel.cut"""
+"""Two ranks that cut a head, and a model of the user's, and compare with the whole ones."""
 
 import copy
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from elastic.world import join_world, leave_world
 from trainer import HeadLoss
 from trainer.models import Decoder
 from trainer.models import loss as loss_module
@@ -168,8 +166,8 @@ def complaint(function: Callable[..., object], *args: object) -> str:
     raise AssertionError("it was not refused")
 
 
-if __name__ == "__main__":
-    rank = join_world("cpu", 60).rank
+def compare_all(rank: int) -> int:
+    """Returns `rank`, as one that has come to the end."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
     for sequence, logits in product((False, True), (1 << 20, 300)):  # at once, and in chunks
         loss_module.most_logits = lambda _, most=logits: most  # type: ignore[attr-defined]
@@ -177,4 +175,4 @@ if __name__ == "__main__":
     for sequence in (False, True):
         compare_models(mesh, sequence)
         compare_families(mesh, sequence)
-    leave_world(0)
+    return rank

@@ -1,5 +1,4 @@
-"""Ranks that pass keys round, and compare with attention over whole sequences:
-python -m tests.trainer.parallel.ring"""
+"""Ranks that pass keys round, and compare with attention over whole sequences."""
 
 from itertools import product
 
@@ -7,7 +6,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from elastic.world import join_world, leave_world
 from trainer.data.packing import cu_seqlens_of
 from trainer.parallel.context import ContextParallelRing
 
@@ -46,11 +44,12 @@ def compare(group: dist.ProcessGroup, dtype: torch.dtype, length: int, documents
         assert error <= BOUNDS[dtype], (dtype, length, documents, error)
 
 
-if __name__ == "__main__":
-    world = join_world("cpu", 60)
-    for size in range(2, world.world_size + 1):
+def compare_all(rank: int) -> int:
+    """In rings of two and more ranks, with all dtypes, lengths that do not divide, documents.
+    Returns `rank`, as one that has come to the end."""
+    for size in range(2, dist.get_world_size() + 1):
         group = dist.new_group([*range(size)])
-        if world.rank < size:
+        if rank < size:
             for case in product(BOUNDS, (13, 48), (False, True)):
                 compare(group, *case)  # type: ignore[arg-type]
-    leave_world(0)
+    return rank

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.distributed.jobs import Job, soak
+from tests.checkpointing.worlds import run_ranks
+from tests.distributed.jobs import soak
+from tests.trainer.parallel.ring import compare_all
 from tests.trainer.parallel.test_tensor import architecture
 from trainer.data.packing import cu_seqlens_of
 from trainer.models import Decoder
@@ -21,8 +23,7 @@ from trainer.recipe.architecture import RopeScalingSection
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=soak)])
 def test_a_ring_computes_what_whole_attention_does(tmp_path: Path, ranks: int) -> None:
     """Forward and backward, with grouped heads and documents, in lengths that do not divide."""
-    code, output = Job(tmp_path, ranks, program=("tests.trainer.parallel.ring",)).wait()
-    assert code == 0, output
+    assert run_ranks(ranks, compare_all, tmp_path) == [*range(ranks)]
 
 
 @settings(max_examples=15)

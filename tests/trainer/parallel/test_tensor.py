@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.jobs import Job
-from tests.trainer.parallel.cut import Own
+from tests.checkpointing.worlds import run_ranks
+from tests.trainer.parallel.cut import Own, compare_all
 from trainer.models import Decoder
 from trainer.parallel.tensor import kinds_of
 from trainer.recipe import OptimizerSection, RecipeError, StrategySection
@@ -29,8 +29,7 @@ def architecture(**changes: Any) -> Architecture:
 def test_a_cut_model_computes_what_the_whole_one_does(tmp_path: Path) -> None:
     """A head, a model of the user's that joins by its plan, and families that differ from others in
     their products and norms."""
-    code, output = Job(tmp_path, 2, program=("tests.trainer.parallel.cut",)).wait()
-    assert code == 0, output
+    assert run_ranks(2, compare_all, tmp_path) == [0, 1]
 
 
 def refusal(model: nn.Module, tp: int, shards: int = 1) -> str:

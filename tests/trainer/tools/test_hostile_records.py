@@ -7,6 +7,7 @@ import pytest
 
 from elastic.record.history import read_history, read_starts
 from elastic.record.ledger import Ledger, StartLine
+from tests.distributed.jobs import SOAK
 from trainer.run.events import RunEventReader
 from trainer.run.trackers import RunMetricsTail
 from trainer.tools.report.report import check, report
@@ -15,6 +16,8 @@ from trainer.tools.seeing.terminal import parts
 from trainer.tools.seeing.view import SeenRun
 
 WRONG = ["x", None, [], {}, [[[[]]]], True, -1, 1.5, 10**18, 10**300, float("nan"), float("inf")]
+STEP = 1 if SOAK else 12
+"""A field takes every STEP-th value of WRONG; the next field and line begin with the next value."""
 RAW = [
     b"[" * 10_000,
     b'{"step":' * 10_000,
@@ -72,7 +75,7 @@ def test_a_wrong_value_in_any_field_is_no_traceback(run, name):
     for number in range(0 if name == "ledger.jsonl" else 1, len(lines)):
         values = json.loads(lines[number])
         for place, field in enumerate(values):
-            for wrong in WRONG[(number + place) % 4 :: 4]:
+            for wrong in WRONG[(number + place) % STEP :: STEP]:
                 changed = json.dumps({**values, field: wrong})
                 path.write_text("\n".join([*lines[:number], changed, *lines[number + 1 :], ""]))
                 try:
