@@ -32,6 +32,12 @@ SHOWN_BYTES = 8 << 20
 def main() -> None:
     options = arguments(__doc__ or "", megabytes="10,100", rounds=3, tokenizer="models/smollm2")
     tokenizer = (ROOT / options.tokenizer).resolve()
+    if not (tokenizer / "tokenizer.json").is_file():
+        sys.exit(
+            f"{tokenizer}: holds no tokenizer.json; make models/smollm2 with `python "
+            "examples/smollm2.py` (it needs pip install 'transformers>=5,<6' gguf accelerate), or "
+            "name the directory of another model: --tokenizer DIRECTORY"
+        )
     rows, figures = [], []
     with TemporaryDirectory(prefix="perdure-bench-") as scratch:
         for size in map(float, options.megabytes.split(",")):
@@ -83,7 +89,7 @@ def bare(file: Path, tokenizer: Path) -> float:
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     source = read_template(None, tokenizer, {})
-    template = ChatTemplate(source.sources, source.variables, None)
+    template = ChatTemplate(source, None)
     with file.open(encoding="utf-8") as lines:
         given = [read_chat(json.loads(line)) for line in lines.readlines(SHOWN_BYTES)]
     texts = [template.marked(chat.messages, chat.tools) for chat in given]

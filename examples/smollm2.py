@@ -9,6 +9,7 @@ topics. Needs transformers, gguf and accelerate. What is there already is left a
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -90,6 +91,7 @@ def answer(directory: str, question: str) -> str:
 
 def main(words: list[str]) -> None:
     """Answer a question, or put model and chats here."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of transformers
     if words:
         question, *directories = words
         for directory in directories:

@@ -78,11 +78,6 @@ def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return levels, blocks[..., CODE_BYTES:].contiguous().view(torch.float32)
 
 
-def rounded(weight: Tensor) -> Tensor:
-    """Returns a weight in float32, rounded to numbers that nf4 represents."""
-    return dequantise(quantise(weight), torch.float32)
-
-
 def _pairs(device: torch.device) -> Tensor:
     """Returns the two levels of each byte, float32 (256, 2)."""
     kept = not torch.compiler.is_compiling()

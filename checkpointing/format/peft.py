@@ -75,14 +75,8 @@ def scale_of(rank: int, alpha: float, rslora: bool) -> float:
 
 def write_config(base: str, **values: Any) -> bytes:
     """Returns an adapter_config.json. `values`: keys of PEFT's LoraConfig."""
-    config = {
-        **_PLAIN,
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-        **values,
-    }
-    return (json.dumps(config, indent=2) + "\n").encode()
+    about = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
+    return (json.dumps({**_PLAIN, **about, **values}, indent=2) + "\n").encode()
 
 
 def read_config(data: bytes, where: str) -> tuple[str, float]:

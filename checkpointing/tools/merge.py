@@ -9,7 +9,7 @@ from torch import Tensor
 
 from checkpointing.errors import DamagedCheckpoint, WrongModel, reading
 from checkpointing.format.layout import StoredTensor
-from checkpointing.format.nf4 import BLOCK, NF4, rounded
+from checkpointing.format.nf4 import BLOCK, NF4, dequantise, quantise
 from checkpointing.format.peft import BASE, CONFIG, adapter_tensors, read_config
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.format.untrusted import printable, read_object
@@ -55,7 +55,7 @@ class MergedAdapter:
     def under(self, weight: Tensor) -> Tensor:
         """Returns a base weight in float32 as the adapter saw it in training: rounded to nf4 if it
         was trained over nf4."""
-        return rounded(weight) if self.over_nf4 else weight.float()
+        return dequantise(quantise(weight), torch.float32) if self.over_nf4 else weight.float()
 
     def shape_of(self, weight: str) -> tuple[int, ...]:
         """Returns the shape that the base parameter must have; () if A and B do not match."""

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from checkpointing.errors import CheckpointError
-from checkpointing.format.nf4 import quantise, rounded
+from checkpointing.format.nf4 import dequantise, quantise
 from checkpointing.format.peft import name_in_file
 from checkpointing.tools.inspect import show, verify
 from tests.distributed.jobs import Job, assert_audited, losses, soak, wait_for_step
@@ -288,7 +288,7 @@ def wide(workspace):
         shutil.copy(workspace / "data" / "tokenizer.json", folder)
         for name, weight in model.named_parameters():
             if name.endswith("proj.weight"):
-                weight.data = rounded(weight)
+                weight.data = dequantise(quantise(weight), torch.float32)
     return folders
 
 

@@ -140,14 +140,12 @@ def entries_of(index: dict[str, Any]) -> list[dict[str, Any]]:
     return [entry for split in SPLITS for entry in index["splits"][split]["shards"]]
 
 
-def _dtype(value: Any) -> None:
-    if value not in DTYPES:
-        raise ValueError(f"not one of {', '.join(DTYPES)}")
+def _one_of(*choices: str) -> Callable[[Any], None]:
+    def check(value: Any) -> None:
+        if value not in choices:
+            raise ValueError(f"not one of {', '.join(choices)}")
 
-
-def _kind(value: Any) -> None:
-    if value not in ("chats", "pairs"):
-        raise ValueError("neither chats nor pairs")
+    return check
 
 
 _COUNTS = {"tokens": count, "documents": count}
@@ -161,7 +159,7 @@ _CRC = {f"{CRC}_sha256": a_text, f"{CRC}_crc32": [count], "eos": count}
 """Additional keys of a shard that has a .crc file; `eos` counts the end-of-document tokens in the
 shard."""
 _INDEX = {
-    **{"fingerprint": a_text, "dtype": _dtype, "vocab_size": count, "eos_id": count},
+    **{"fingerprint": a_text, "dtype": _one_of(*DTYPES), "vocab_size": count, "eos_id": count},
     "tokenizer": {"sha256": a_text},
     "splits": {split: {**_COUNTS, "shards": [_SHARD]} for split in SPLITS},
 }
@@ -169,7 +167,7 @@ _INDEX = {
 _TRAINED = {"trained": count, "trained_sha256": a_text, "trained_crc32": [count]}
 _SPLIT_OF_CHATS = {**_COUNTS, "trained": count, "shards": [_SHARD | _TRAINED]}
 _INDEX_OF_CHATS = {
-    **{**_INDEX, "kind": _kind, "chats": {"template": a_text}},
+    **{**_INDEX, "kind": _one_of("chats", "pairs"), "chats": {"template": a_text}},
     "splits": dict.fromkeys(SPLITS, _SPLIT_OF_CHATS),
 }
 _ABOUT = {

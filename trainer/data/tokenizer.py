@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -12,6 +13,7 @@ from checkpointing.storage.steps import storage_of
 from elastic.node.files import read_bytes
 from trainer.data.shards import DataError
 
+CONFIG = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"
 # End-of-document tokens of well-known tokenizers. Tokens of pre-training precede tokens of chats.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
@@ -75,24 +77,21 @@ def read_tokenizer(file: str | StoragePlace) -> Tokenizer:
         raise DataError(f"{file}: not a tokenizer.json: {error.strerror}") from error
 
 
-def parse_tokenizer(content: bytes, file: str | StoragePlace) -> Tokenizer:
+def parse_tokenizer(
+    content: bytes, file: str | StoragePlace, *, dropout: bool = False
+) -> Tokenizer:
     """Create a tokenizer from the contents of a tokenizer.json, as `read_tokenizer` does. `file`:
-    its name, for messages. Raises DataError if the contents are no tokenizer."""
+    its name, for messages. `dropout`: whether to leave BPE dropout (Provilkov et al. 2020) on.
+    Raises DataError if the contents are no tokenizer."""
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises plain Exceptions
         raise DataError(f"{file}: not a tokenizer.json: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    if isinstance(tokenizer.model, models.BPE):
+    if isinstance(tokenizer.model, models.BPE) and not dropout:
         tokenizer.model.dropout = None
     return tokenizer
-
-
-def bpe_dropout(content: bytes) -> float:
-    """BPE dropout (Provilkov et al. 2020) of a tokenizer.json; 0 if it has none."""
-    model = Tokenizer.from_buffer(content).model
-    return model.dropout or 0.0 if isinstance(model, models.BPE) else 0.0
 
 
 def special_tokens(tokenizer: Tokenizer) -> list[str]:
@@ -113,17 +112,9 @@ def find_eos(
         chats: whether the token in tokenizer_config.json is the first candidate, else the last.
     """
     names = [wanted] if wanted else list(_KNOWN_ENDS)
-    config = directory / "tokenizer_config.json" if directory and not wanted else None
-    if config and config.is_file():
-        try:
-            named = read_object(read_bytes(config, follow=True)).get("eos_token")
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{config}: cannot be read as a JSON object: {error}; copy the file again"
-            ) from error
-        named = named.get("content") if isinstance(named, dict) else named
-        if isinstance(named, str):
-            names.insert(0 if chats else len(names), named)
+    named = None if wanted else special_variables(directory).get("eos_token")
+    if named:
+        names.insert(0 if chats else len(names), named)
     for name in names:
         token = tokenizer.token_to_id(name)
         if token is not None:
@@ -131,6 +122,27 @@ def find_eos(
     raise DataError(
         f"--eos: the tokenizer has none of {', '.join(names)}; name the token that ends a document"
     )
+
+
+def read_tokenizer_config(directory: Path | None) -> dict[str, Any]:
+    """Read tokenizer_config.json; {} if there is none. Raises DataError if it is no JSON object."""
+    file = directory and directory / CONFIG
+    if not file or not file.is_file():
+        return {}
+    try:
+        return read_object(read_bytes(file, follow=True))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: not a JSON object: {error}; copy the file again") from error
+
+
+def special_variables(directory: Path | None) -> dict[str, str]:
+    """Return the texts of special tokens by the names that templates use, such as eos_token."""
+    variables = {}
+    for key, value in read_tokenizer_config(directory).items():
+        token = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(token, str):
+            variables[key] = token
+    return variables
 
 
 def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:

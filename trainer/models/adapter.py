@@ -31,16 +31,13 @@ class LoraLinear(nn.Linear):
         self.dropout = options.dropout
         self.scale = scale_of(options.rank, options.alpha, options.rslora)
         device, rank = layer.weight.device, options.rank
-        if options.base == NF4:
+        self.in_nf4 = options.base == NF4
+        if self.in_nf4:
             shape = packed_shape(self.out_features, self.in_features)
             packed = torch.empty(shape, dtype=torch.uint8, device=device)
             self.weight = nn.Parameter(packed, requires_grad=False)
         self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, device=device))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, device=device))
-
-    @property
-    def in_nf4(self) -> bool:
-        return self.weight.dtype == torch.uint8
 
     def forward(self, x: Tensor) -> Tensor:
         return self.frozen(x, self.bias) + self.low_rank(x)
@@ -120,15 +117,16 @@ def _targets(model: TextModel, options: AdapterSection) -> dict[str, nn.Linear]:
                 f"adapters yet; list the layers to adapt, out of {_listed(known)}"
             )
         return known
-    chosen = {one: {name for name in known if _is_suffix(name, one)} for one in options.targets}
-    for target, names in chosen.items():
-        if not names:
+    chosen: dict[str, nn.Linear] = {}
+    for target in options.targets:
+        found = {name: layer for name, layer in known.items() if _is_suffix(name, target)}
+        if not found:
             raise RecipeError(
                 f"model.adapter.targets: no linear layer of a block is called {target}; name one "
                 f"of {_listed(known)}. Other modules can be trained whole (model.adapter.also)"
             )
-    named = set[str]().union(*chosen.values())
-    return {name: layer for name, layer in known.items() if name in named}
+        chosen |= found
+    return chosen
 
 
 def _trained_whole(model: TextModel, options: AdapterSection, layers: Iterable[str]) -> set[str]:

@@ -31,16 +31,11 @@ from trainer.recipe.sections import ObjectiveSection
 
 OLDEST = (5, 24)
 """Oldest tested transformers. Version 4 creates masks in many places."""
-_ELSEWHERE = ("auto_map", "attn_implementation", "experts_implementation")
-"""Keys of config.json that would load other code."""
-_SKIPS = ("layerdrop", "decoder_layerdrop")
-"""Keys of config.json with which each rank would skip layers of its own choice."""
+_LOADING_CODE = ("auto_map", "attn_implementation", "experts_implementation")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json with the number of experts."""
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Values of `layer_types` for layers that see other tokens only through a mask."""
-_OF_OTHER_HEADS = ("summary_", "classifier_")
-"""Prefixes of keys of config.json that models with this head ignore."""
 _OWN = "train this model through model.factory (docs/extending.md)"
 _PADDING = 8
 """Columns added to the head's weight for a bias: GPUs are slow with other sizes."""
@@ -71,42 +66,21 @@ class TransformersModel(nn.Module):
         self.blocks = tuple(blocks)
         self.head_loss = HeadLoss()
         self.preference: ObjectiveSection | None = None
+        self.compiled_beside_blocks = (self.head_loss,)
         self.cap = cap
         self._takes_positions = "position_ids" in inspect.signature(theirs.forward).parameters
-
-    @property
-    def config(self) -> Any:
-        return self._theirs[0].config
-
-    @property
-    def vocab_size(self) -> int:
-        return self._head[0].weight.shape[0]
-
-    @property
-    def most_positions(self) -> int | None:
+        self.config = theirs.config
+        self.vocab_size = head.weight.shape[0]
         most = getattr(self.config, "max_position_embeddings", None)
-        return most if isinstance(most, int) and most > 0 else None
-
-    @property
-    def draws(self) -> bool:
-        return any(
+        self.most_positions = most if isinstance(most, int) and most > 0 else None
+        self.draws = any(
             "drop" in key and isinstance(value, float) and value > 0
             for key, value in self.config.to_dict().items()
-            if not key.startswith(_OF_OTHER_HEADS)
+            if not key.startswith(("summary_", "classifier_"))  # of models with other heads
         )
-
-    @property
-    def experts(self) -> bool:
         counts = [getattr(self.config, key, None) for key in _EXPERTS]
-        return any(isinstance(count, int) and count > 1 for count in counts)
-
-    @property
-    def tied_copies(self) -> dict[str, str]:
-        return ties_of(self)
-
-    @property
-    def compiled_beside_blocks(self) -> Sequence[nn.Module]:
-        return [self.head_loss]
+        self.experts = any(isinstance(count, int) and count > 1 for count in counts)
+        self.tied_copies = ties_of(self)
 
     def mixes_documents(self) -> str | None:
         """Why documents of one sequence would see each other; None if masks separate them."""
@@ -239,7 +213,7 @@ def build_theirs(
         raise ModelConfigError(
             f"{file}: transformers {installed} knows no model_type {model_type!r}{code}; {_OWN}"
         )
-    ours = {key: value for key, value in config_json.items() if key.lstrip("_") not in _ELSEWHERE}
+    ours = {k: value for k, value in config_json.items() if k.lstrip("_") not in _LOADING_CODE}
     try:
         config = CONFIG_MAPPING[model_type].from_dict(ours)
     except Exception as error:  # checks of transformers raise many types
@@ -288,12 +262,10 @@ def check_installed(reason: str) -> str:
     except PackageNotFoundError:
         installed = ""
     if not installed or tuple(map(int, installed.split(".")[:2])) < OLDEST:
-        found = "transformers would compute the model, but is not"
-        if installed:
-            oldest = ".".join(map(str, OLDEST))
-            found = f"transformers {oldest} would compute the model, but {installed} is"
         raise RecipeError(
-            f"model.init_from: {reason}; {found} installed: pip install 'perdure[transformers]'"
+            f"model.init_from: {reason}; transformers {'.'.join(map(str, OLDEST))} would compute "
+            f"the model, but {installed or 'none'} is installed; pip install "
+            "'perdure[transformers]'"
         )
     return installed
 
@@ -310,7 +282,7 @@ def _check_kind(config: Any, name: str, file: StoragePlace) -> None:
     decodes = getattr(config, "is_decoder", False)
     if both_ways or getattr(config, "is_causal", True) is False or (masked and not decodes):
         raise _refusal(name, "is not causal: it sees the tokens that come next")
-    for key in _SKIPS:
+    for key in ("layerdrop", "decoder_layerdrop"):
         if getattr(config, key, 0):
             raise ModelConfigError(
                 f"{file}: {key}={getattr(config, key)} would drop different layers on each rank; "

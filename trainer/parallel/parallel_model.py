@@ -159,10 +159,7 @@ class ParallelModel:
     @property
     def in_nf4(self) -> frozenset[str]:
         """FQNs of this rank's weights in nf4."""
-        ends = "lora_A", "weight"
-        layers = {name.removesuffix(ends[0]) for name in self.parameters if name.endswith(ends[0])}
-        weights = {layer + ends[1] for layer in layers}
-        return frozenset(w for w in weights if self.parameters[w].dtype == torch.uint8)
+        return frozenset(k for k, one in self.parameters.items() if one.dtype == torch.uint8)
 
     @property
     def trained(self) -> frozenset[str]:

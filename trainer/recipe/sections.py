@@ -138,12 +138,10 @@ class ObjectiveSection:
 
     @property
     def compares(self) -> bool:
-        """Whether the objective compares pairs of answers."""
         return self.name != "sft"
 
     @property
     def referenced(self) -> bool:
-        """Whether the objective compares with the initial model of the run."""
         return self.name in ("dpo", "ipo")
 
 

@@ -84,8 +84,8 @@ class RunReference:
         for stream in self._streams.values():
             size = self._recipe.micro_batch
             stream.reference = _log_probs(model, stream, size, world, mesh, pulse)
-        seconds = time.monotonic() - began
         if world.is_main:
+            seconds = time.monotonic() - began
             self.lines.append(f"reference: computed in {seconds:.1f} s, kept in {self._path}")
             self._write()
 

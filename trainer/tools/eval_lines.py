@@ -22,8 +22,6 @@ from trainer.tools.mirror import local_model
 LineSubject: TypeAlias = Mapping[str, Any]
 """Fields that identify a line, such as a prompt."""
 
-LOOK_SECONDS = 1.0
-
 
 def read_prompts(file: Path) -> list[str]:
     """Read distinct prompts: the `prompt` of each line of a .jsonl file, or each line of a text."""
@@ -107,7 +105,7 @@ def follow(run: Path) -> Iterator[list[Path]]:
         elif ended:
             return
         else:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(1.0)
 
 
 def checkpoints_of(run: Path) -> Path:

@@ -9,18 +9,16 @@ from typing import Any
 
 import torch
 from lm_eval import simple_evaluate
-from lm_eval.api.model import LM
+from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.nn.utils.rnn import pad_sequence
 
-from trainer.data.prepare.template import special_variables
+from trainer.data.tokenizer import special_variables
 from trainer.tools.eval_lines import LineSubject
 from trainer.tools.generate import GenerateError, GenerationModel, GenerationSampling, open_model
 
 ROWS = 8  # texts per forward pass
-RESAMPLED = 1000  # draws for the standard error of a metric without a formula for it
-USUAL_NEW_TOKENS = 256  # most tokens of a continuation, if the task sets no limit
 
 
 def find_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:
@@ -52,7 +50,7 @@ def results(
                     task_manager=manager,
                     limit=item["limit"],
                     log_samples=False,
-                    bootstrap_iters=RESAMPLED,
+                    bootstrap_iters=1000,  # for errors of metrics that have no formula for it
                 )
             except (OSError, ValueError) as error:
                 raise GenerateError(f"--tasks {item['task']}: {error}") from error
@@ -67,7 +65,9 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in numbers.items() if not isinstance(v, bool)}
 
 
-class _HarnessModel(LM):
+class _HarnessModel(TemplateLM):
+    eot_token_id = 0  # set by the constructor: the token before texts without a context
+
     def __init__(self, opened: GenerationModel) -> None:
         super().__init__()
         self._opened = opened
@@ -79,41 +79,33 @@ class _HarnessModel(LM):
                 f"{opened.directory}: has no token to begin a text with; set bos_token in "
                 "tokenizer_config.json, or eos_token_id in config.json"
             )
-        self._prefix = known[0]
-
-    def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        return self._log_probs([self._pair(*request.args) for request in requests])
+        self.eot_token_id = known[0]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
         sums = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
-                self._encode(text), self._prefix, self._opened.limit, context_len=1
+                self.tok_encode(text), self.eot_token_id, self._opened.limit, context_len=1
             )
-            pairs = [make_disjoint_window(window) for window in windows]
-            sums.append(sum(value for value, _ in self._log_probs(pairs)))
+            scored = [(text, *make_disjoint_window(window)) for window in windows]
+            sums.append(sum(value for value, _ in self._loglikelihood_tokens(scored)))
         return sums
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         return [self._continued(*request.args) for request in requests]
 
-    def _encode(self, text: str) -> list[int]:
-        return self._opened.tokenizer.encode(text, add_special_tokens=False).ids
-
-    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        # Spaces between the texts go to the continuation, because tokens begin with spaces.
-        if not context:
-            return [self._prefix], self._encode(continuation)
-        bare = context.rstrip()
-        before = self._encode(bare)
-        return before, self._encode(context + continuation)[len(before) :]
+    def tok_encode(self, string: str, *_: Any, **__: Any) -> list[int]:
+        return self._opened.tokenizer.encode(string, add_special_tokens=False).ids
 
     @torch.inference_mode()
-    def _log_probs(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """(log-probability of the second tokens, whether they are the likeliest) of each pair."""
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        """(log-probability of the second tokens, whether they are the likeliest) of each request,
+        after the first tokens."""
         model, limit = self._opened.model, self._opened.limit
         device = next(model.parameters()).device
-        rows = [(before + after)[-limit - 1 :] for before, after in pairs]
+        rows = [(before + after)[-limit - 1 :] for _, before, after in requests]
         results = [(0.0, True)] * len(rows)
         # rows of similar length share a batch, which needs less padding
         order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
@@ -124,7 +116,7 @@ class _HarnessModel(LM):
             hidden = model.hidden(ids.to(device))
             for states, number in zip(hidden, batch, strict=True):
                 row = rows[number]
-                count = min(len(pairs[number][1]), len(row) - 1)
+                count = min(len(requests[number][2]), len(row) - 1)
                 target = torch.tensor(row[-count:], device=device)
                 # logits of the scored positions only: those of a whole batch would take gigabytes
                 logits = model.head(states[len(row) - 1 - count : len(row) - 1]).float()
@@ -137,12 +129,10 @@ class _HarnessModel(LM):
         stops = options.get("until") or []
         stops = [stops] if isinstance(stops, str) else [stop for stop in stops if stop]
         temperature = float(options.get("temperature", 0)) if options.get("do_sample") else 0.0
-        sampling = GenerationSampling(
-            int(options.get("max_gen_toks", USUAL_NEW_TOKENS)), temperature
-        )
+        sampling = GenerationSampling(int(options.get("max_gen_toks", 256)), temperature)
         room = max(1, self._opened.limit - sampling.max_new_tokens)
         # keeps the end of a long context, and leaves room for the answer
-        ids = self._encode(context)[-room:] or [self._prefix]
+        ids = self.tok_encode(context)[-room:] or [self.eot_token_id]
         new: list[int] = []
         text = ""
         for token in self._opened.new_ids(ids, sampling):

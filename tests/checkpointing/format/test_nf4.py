@@ -15,7 +15,6 @@ from checkpointing.format.nf4 import (
     dequantise,
     packed_shape,
     quantise,
-    rounded,
     weight_shape,
 )
 from tests.distributed.jobs import soak
@@ -30,6 +29,10 @@ def weights(dtype):
     weight[3, ::2] = 0
     weight[4] = -weight[4].abs()
     return weight.to(dtype)
+
+
+def rounded(weight):
+    return dequantise(quantise(weight), torch.float32)
 
 
 def test_levels_are_quantiles_of_the_normal_distribution():

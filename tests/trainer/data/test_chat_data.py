@@ -272,7 +272,7 @@ def test_damage_of_what_is_trained_is_found(chats, tmp_path):
     for change, why in (
         ({"chats": {**index["chats"], "turns": "last"}}, "was edited"),
         ({"kind": "pairs"}, "was edited"),
-        ({"kind": "songs"}, "kind: neither chats nor pairs"),
+        ({"kind": "songs"}, "kind: not one of chats, pairs"),
     ):
         (copied / "index.json").write_text(json.dumps({**index, **change}))
         with pytest.raises(DataError, match=why):

@@ -17,10 +17,10 @@ from trainer.data.prepare.spans import ChatEncoder, ChatSpanFinder
 from trainer.data.prepare.template import (
     ChatTemplate,
     ChatTemplateError,
-    special_variables,
+    ChatTemplateSource,
     split_blocks,
 )
-from trainer.data.tokenizer import read_tokenizer
+from trainer.data.tokenizer import read_tokenizer, special_variables
 
 FOUND = importlib.util.find_spec("trl")
 FOLDER = Path(FOUND.origin).parent / "chat_templates" if FOUND and FOUND.origin else Path()
@@ -68,7 +68,7 @@ def published():
 
 
 def compiled(source, variables=VARIABLES):
-    return ChatTemplate({"default": source}, variables, "2026-01-31")
+    return ChatTemplate(ChatTemplateSource({"default": source}, variables), "2026-01-31")
 
 
 def joined(spans):

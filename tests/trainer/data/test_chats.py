@@ -29,7 +29,7 @@ from trainer.data.prepare.chats import ChatError, form_of, read_chat, read_pair
 from trainer.data.prepare.spans import ChatEncoder, ChatSpanFinder, notes_for_user
 from trainer.data.prepare.template import _BLOCK_BEGIN as BLOCK_BEGIN
 from trainer.data.prepare.template import _BLOCK_END as BLOCK_END
-from trainer.data.prepare.template import ChatTemplate
+from trainer.data.prepare.template import ChatTemplate, ChatTemplateSource
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,9 @@ def find(encoder):
 
     @cache
     def compiled(source, **variables):
-        return ChatTemplate({"default": source}, VARIABLES | variables, "2026-01-31")
+        return ChatTemplate(
+            ChatTemplateSource({"default": source}, VARIABLES | variables), "2026-01-31"
+        )
 
     def find(source, of, turns="auto", loss="assistant", spelled="reject", noted=None, **variables):
         template = compiled(source, **variables)
@@ -145,11 +147,11 @@ PIECES += ["assistant: ", "user: ", "<tool_call>", ":", "👩‍🚀", "  \n"]
 
 def against_the_law(find, encoder, source, draw, chats):
     """Compare random chats under a template; how many became one document, or one for each turn."""
-    template = ChatTemplate({"default": source}, VARIABLES, None)
+    template = ChatTemplate(ChatTemplateSource({"default": source}, VARIABLES), None)
     documents = Counter()
     for _ in range(chats):
         turns = [
-            "".join(draw.choice(PIECES, draw.integers(1, 5)))
+            "".join(draw.choice(PIECES, draw.integers(1, 5))) or "x"
             for _ in range(2 * draw.integers(1, 4))
         ]
         of = chat(*turns)
@@ -358,6 +360,8 @@ def test_chats_in_every_form():
         ({"messages": [{"content": "x"}]}, "messages.0 has no role"),
         ({"messages": [{"role": "user"}]}, "messages.0 has no content"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no assistant message"),
+        ({"messages": [{"role": "assitant", "content": "x"}]}, "messages.0 .*'assitant'; write as"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "message 0 is empty; write an"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages.0.content has a part that is no text, but image_url",
@@ -388,7 +392,8 @@ template.SECONDS, template.MOST_CHARACTERS, template.ROOM = 0.3, 1 << 20, 1 << 3
 template.confine()
 for source in json.load(sys.stdin):
     try:
-        print(len(template.ChatTemplate({"default": source}, {}, None).marked([], None)))
+        source = template.ChatTemplateSource({"default": source}, {})
+        print(len(template.ChatTemplate(source, None).marked([], None)))
     except (DataError, template.RenderError) as error:
         print(str(error).replace(chr(10), "LINE END"))
     sys.stdout.flush()
@@ -405,7 +410,6 @@ def test_a_hostile_template_ends_in_one_line():
         f"{rounds}xxxxxxxx{{% endfor %}}{{% endfor %}}": "more than 1,048,576 characters",
         f"{double}{{% endfor %}}{{{{ n.s }}}}": "exceeds the memory|computes for",
         "{{ 9 ** 9 ** 9 }}": "computes a power",
-        "{% set n = namespace() %}{% set n._x = 1 %}": "sets '_x' of a namespace.*must not begin",
         "{{ 'x' * 999999999999 }}": "repeats a sequence",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}": "__class__|unsafe|has no attribute",
         "{{ messages.append(1) }}": "append.*unsafe",

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from checkpointing.format.nf4 import quantise, rounded
+from checkpointing.format.nf4 import dequantise, quantise
 from tests.distributed.jobs import soak
 from tests.their_models import CONFIGS, QUICK, VOCABULARY, publish, separate, separate_loss
 from trainer.models import Decoder, ModelConfigError
@@ -279,7 +279,8 @@ def test_what_is_under_its_adapters_may_be_in_nf4(tmp_path: Path) -> None:
         for name, weight in plain.named_parameters():
             kept = model.get_parameter(name)
             kept.copy_(quantise(weight) if name in packed else weight)
-            weight.copy_(rounded(weight) if name in packed else weight)
+            kept = dequantise(quantise(weight), torch.float32) if name in packed else weight
+            weight.copy_(kept)
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.zeros_like(parameter) if name.endswith("B") else 1)

@@ -3,6 +3,8 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
@@ -14,6 +16,7 @@ _ROLES = {
     **{"bot": ASSISTANT, "model": ASSISTANT, "observation": "tool"},
 }
 """ShareGPT's name of a role → the usual name."""
+_USUAL = "system", "developer", "user", ASSISTANT, "tool"
 _CALL = "function_call"  # ShareGPT's role of a message in which the assistant calls tools
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of an assistant's reasoning; templates read the first two."""
@@ -76,10 +79,9 @@ def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
         # Some data sets repeat the prompt in both answers.
         sides = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in sides]
     else:
-        shortest = min(map(len, sides))
-        differ = (n for n in range(shortest) if sides[0][n] != sides[1][n])
-        count = next(differ, shortest)
-        prompt, sides = sides[0][:count], [side[count:] for side in sides]
+        equal = takewhile(lambda both: both[0] == both[1], zip(*sides, strict=False))
+        prompt = [message for message, _ in equal]
+        sides = [side[len(prompt) :] for side in sides]
     if not prompt or not all(sides):
         raise ChatError(
             "no pair: there is no prompt, or an answer is missing, or both answers are equal"
@@ -119,6 +121,10 @@ def _chat(messages: Iterable[Message], record: Mapping[str, Any], first: int = 0
         wanted = message.get("train", message.get("weight", True))
         if number >= first and message["role"] == ASSISTANT and wanted not in (False, 0):
             trained.append(number)
+            if not any(message.get(key) for key in ("content", "tool_calls", "reasoning_content")):
+                raise ChatError(
+                    f"the assistant's message {number} is empty; write an answer, or train: false"
+                )
         kept.append({k: v for k, v in message.items() if k not in _NOT_FOR_TEMPLATES})
     if not trained:
         raise ChatError("it has no assistant message that may be trained")
@@ -155,14 +161,18 @@ def _of_sharegpt(message: Message, where: str) -> Message:
 
 
 def _normal(message: Message, where: str) -> Message:
-    if not isinstance(message.get("role"), str):
+    role = message.get("role")
+    if not isinstance(role, str):
         raise ChatError(f"{where} has no role")
+    # Templates of some models know further roles, so only a misspelt usual one is an error.
+    if role not in _USUAL and (meant := get_close_matches(role.lower(), _USUAL, 1, 0.85)):
+        raise ChatError(f"{where} has the role {role!r}; write {meant[0]}")
     content = message.get("content")
     if isinstance(content, list):
         message["content"] = _joined(content, where)
     elif content is not None and not isinstance(content, str):
         raise ChatError(f"{where}.content is no text")
-    if content is None and message["role"] != ASSISTANT:
+    if content is None and role != ASSISTANT:
         raise ChatError(f"{where} has no content")
     thought = next((message[key] for key in _REASONING if key in message), None)
     if thought is not None:

@@ -66,10 +66,9 @@ from trainer.data.shards import (
     read_index,
 )
 from trainer.data.tokenizer import (
-    bpe_dropout,
     byte_tokenizer,
     find_eos,
-    read_tokenizer,
+    parse_tokenizer,
     start_ids,
     tokenizer_file,
     train_bpe,
@@ -301,8 +300,7 @@ def _prepare(
     # Private, as other users must not replace units before they are joined.
     own_directory(work)
     units = cut_units(forms)
-    vocabulary = _make_tokenizer(units, settings, work)
-    dropout = bpe_dropout(Path(vocabulary.file).read_bytes())
+    vocabulary, dropout = _make_tokenizer(units, settings, work)
     if dropout:
         what = f"the tokenizer's BPE dropout of {dropout} is off"
         _say(progress, f"{what}: equal texts must give equal tokens")
@@ -335,13 +333,15 @@ def _spelled_out(noted: Sequence[dict[str, Any]]) -> Iterator[str]:
     )
 
 
-def _make_tokenizer(units: list[Pieces], settings: PrepareOptions, work: Path) -> DataVocabulary:
-    file, home = work / "tokenizer.json", None
+def _make_tokenizer(
+    units: list[Pieces], settings: PrepareOptions, work: Path
+) -> tuple[DataVocabulary, float | None]:
+    """Write the tokenizer into the work directory. Returns its properties, and its BPE dropout."""
+    file = given = work / "tokenizer.json"
+    home = None
     if settings.tokenizer and settings.tokenizer != "bytes":
         given = tokenizer_file(settings.tokenizer)
         home, content = given.parent, given.read_bytes()
-        # parsed before it is copied, so that errors name the user's file
-        read_tokenizer(given)
     # An interrupted command has trained this tokenizer, and tokenised units with it.
     elif file.exists():
         content = file.read_bytes()
@@ -350,11 +350,13 @@ def _make_tokenizer(units: list[Pieces], settings: PrepareOptions, work: Path) -
         content = train_bpe(texts, settings.train_bpe).to_str(pretty=True).encode()
     else:
         content = byte_tokenizer().to_str(pretty=True).encode()
+    tokenizer = parse_tokenizer(content, given, dropout=True)  # errors name the user's file
     with atomic(file) as output:
         output.write(content)
-    tokenizer = read_tokenizer(file)
     eos_id = find_eos(tokenizer, settings.eos, home, chats=settings.kind != "documents")
-    return DataVocabulary(str(file), vocabulary_size(tokenizer), eos_id, start_ids(tokenizer))
+    dropout = getattr(tokenizer.model, "dropout", None)
+    size, begin = vocabulary_size(tokenizer), start_ids(tokenizer)
+    return DataVocabulary(str(file), size, eos_id, begin), dropout
 
 
 def _training_texts(units: list[Pieces], settings: PrepareOptions) -> Iterator[str]:

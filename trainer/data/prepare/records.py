@@ -105,6 +105,8 @@ def _json_record(line: bytes, number: int, field: str | None) -> DataInputRecord
         if line.startswith(UTF_16):
             return _decoded(line, number, goes_on=False)
         return DataInputRecord(number, problem=f"not UTF-8 (byte 0x{line[error.start]:02x})")
+    except json.JSONDecodeError as error:
+        return DataInputRecord(number, problem=f"not JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:
         return DataInputRecord(number, problem=f"not JSON: {error}")
     return _record_of(value, number, field)

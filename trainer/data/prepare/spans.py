@@ -43,8 +43,6 @@ _COMPARED = 32
 
 Ids: TypeAlias = NDArray[np.uint32]
 Flags: TypeAlias = NDArray[np.bool_]
-_Rendered: TypeAlias = Callable[..., str]
-"""(number of messages, whether to add the generation prompt) → rendering with marks."""
 _Piece: TypeAlias = tuple[Ids, NDArray[np.int64]]
 """(ids (N,), begin and end of each token in characters: (N, 2), or (0, 2) if unknown)"""
 
@@ -143,7 +141,9 @@ class ChatEncoder:
         # Compared from the last piece on that both have, as it may be longer in `text`.
         begin, first = whole.borders[max(0, count - 2)]
         ids = self._rest(text[begin:])
-        same = _shared(whole.ids[first : first + len(ids)], ids)
+        size = min(len(whole.ids) - first, len(ids))
+        differ = np.flatnonzero(whole.ids[first : first + size] != ids[:size])
+        same = int(differ[0]) if differ.size else size
         return first + same, ids[same:]
 
     def _rest(self, text: str) -> Ids:
@@ -211,12 +211,6 @@ def _overlap(one: str, other: str) -> bool:
     return any(one[-size:] == other[:size] or other[-size:] == one[:size] for size in sizes)
 
 
-def _shared(one: Ids, other: Ids) -> int:
-    size = min(len(one), len(other))
-    differ = (one[:size] != other[:size]).nonzero()[0]
-    return int(differ[0]) if differ.size else size
-
-
 class _UnstableError(ChatError):
     """An answer is rendered differently once messages follow."""
 
@@ -227,9 +221,10 @@ class RenderedChat:
     def __init__(self, given: Chat, encoder: ChatEncoder, template: ChatTemplate) -> None:
         chat, self.spelled = encoder.as_letters(given)
         self.trained, self.messages = chat.trained, chat.messages
-        self.upto: _Rendered = cache(
+        self.upto: Callable[..., str] = cache(
             lambda count, prompt=False: template.marked(chat.messages[:count], chat.tools, prompt)
         )
+        """(number of messages, whether to add the generation prompt) → rendering with marks."""
 
 
 class ChatSpanFinder:

@@ -17,12 +17,13 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-from jinja2.utils import Namespace
+from jinja2.utils import Namespace, missing
 
-from checkpointing.format.untrusted import printable, read_object
+from checkpointing.format.untrusted import printable
 from elastic.node.files import read_bytes
 from trainer.data.prepare.blocks import LONGEST_LINE
 from trainer.data.shards import DataError
+from trainer.data.tokenizer import CONFIG, read_tokenizer_config, special_variables
 
 # Unicode noncharacters: ordinary texts lack them, and template filters keep them.
 SPELLED_BEGIN, SPELLED_END = "\ufdd0", "\ufdd1"
@@ -36,8 +37,7 @@ SECONDS = 10
 MOST_CHARACTERS = LONGEST_LINE
 ROOM = 4 << 30
 """Bytes of address space that a process may add to its present size."""
-_CONFIG = "tokenizer_config.json"
-_NAMES = ("default", "tool_use")
+_OF_DICTS = frozenset(dir(dict))
 _REPAIR = "one chat; repair it, or set another one with --template"
 
 
@@ -63,9 +63,6 @@ class _GenerationTag(Extension):
         return f"{_BLOCK_BEGIN}{caller()}{_BLOCK_END}"
 
 
-_OF_DICTS = frozenset(dir(dict))
-
-
 class _Environment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, which refuses powers, and bounds products of sequences."""
 
@@ -88,44 +85,41 @@ class _Environment(ImmutableSandboxedEnvironment):
         # Shortcuts for speed: dicts, loops and namespaces have few unsafe attributes.
         kind = type(obj)
         if kind is dict and attribute not in _OF_DICTS:
-            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if (kind is LoopContext or kind is _Namespace) and attribute[:1] != "_":
-            try:
-                return getattr(obj, attribute)
-            except AttributeError:
-                return self.undefined(obj=obj, name=attribute)
-        return super().getattr(obj, attribute)
+            value = obj.get(attribute, missing)
+        elif (kind is LoopContext or kind is Namespace) and attribute[:1] != "_":
+            value = getattr(obj, attribute, missing)
+        else:
+            return super().getattr(obj, attribute)
+        return self.undefined(obj=obj, name=attribute) if value is missing else value
 
 
-class _Namespace(Namespace):
-    """Jinja's namespace, but without names that begin with an underscore."""
+@dataclass(frozen=True)
+class ChatTemplateSource:
+    """A chat template as its files have it."""
 
-    def __init__(*args: Any, **named: Any) -> None:  # a template may set an attribute `self`
-        Namespace.__init__(args[0])
-        for name, value in dict(*args[1:], **named).items():
-            args[0][name] = value
+    sources: dict[str, str]
+    """By name: default, and optionally tool_use, which renders chats that offer tools."""
+    variables: dict[str, Any]
+    notes: Sequence[str] = ()
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            what = f"the template sets {name!r} of a namespace"
-            raise SecurityError(f"{what}, but a name must not begin with _")
-        super().__setitem__(name, value)
+    @property
+    def digest(self) -> str:
+        facts = [self.sources, self.variables]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 class ChatTemplate:
     """Compiled chat template."""
 
-    def __init__(
-        self, sources: Mapping[str, str], variables: Mapping[str, Any], day: str | None
-    ) -> None:
-        """`sources`, `variables`: see ChatTemplateSource. `day`: YYYY-MM-DD, for `strftime_now`."""
+    def __init__(self, source: ChatTemplateSource, day: str | None) -> None:
+        """`day`: YYYY-MM-DD, for `strftime_now`."""
         environment = _environment(day)
-        self._variables = {**environment.globals, **variables}
-        self.has_blocks = any("endgeneration" in source for source in sources.values())
+        self._variables = {**environment.globals, **source.variables}
+        self.has_blocks = any("endgeneration" in text for text in source.sources.values())
         try:
             with bounded():
                 self._templates = {
-                    name: environment.from_string(source) for name, source in sources.items()
+                    name: environment.from_string(text) for name, text in source.sources.items()
                 }
         except (jinja2.TemplateError, RecursionError) as error:
             raise DataError(f"the chat template cannot be compiled: {_said(error)}") from error
@@ -150,7 +144,7 @@ class ChatTemplate:
                         raise DataError(f"the chat template writes {most} for {_REPAIR}")
         except DataError:
             raise
-        except (Exception, RecursionError) as error:
+        except Exception as error:
             raise ChatTemplateError(_said(error)) from error
         return "".join(parts)
 
@@ -208,21 +202,6 @@ def confine() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
-@dataclass(frozen=True)
-class ChatTemplateSource:
-    """A chat template as its files have it."""
-
-    sources: dict[str, str]
-    """By name: default, and optionally tool_use, which renders chats that offer tools."""
-    variables: dict[str, Any]
-    notes: list[str]
-
-    @property
-    def digest(self) -> str:
-        facts = [self.sources, self.variables]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
 def read_template(
     given: str | None, home: Path | None, options: Mapping[str, Any]
 ) -> ChatTemplateSource:
@@ -231,21 +210,21 @@ def read_template(
     if file and (given or file.is_file()):
         sources = {"default": _read(file)}
     else:
-        file = home and home / _CONFIG
-        found = _config(home).get("chat_template")
+        file = home and home / CONFIG
+        found = read_tokenizer_config(home).get("chat_template")
         # Files of transformers 4 may list several named templates.
         named = found if isinstance(found, list) else [{"name": "default", "template": found}]
         sources = {
             one["name"]: one["template"]
             for one in named
             if isinstance(one, dict)
-            and one.get("name") in _NAMES
+            and one.get("name") in ("default", "tool_use")
             and isinstance(one.get("template"), str)
         }
     if "default" not in sources:
         where = f"there is no chat template in {home}" if home else "this tokenizer has no template"
         raise DataError(
-            f"{where} (chat_template.jinja, or chat_template in {_CONFIG}); use the tokenizer of a "
+            f"{where} (chat_template.jinja, or chat_template in {CONFIG}); use the tokenizer of a "
             "model for chats, or --template FILE"
         )
     variables = {**special_variables(home), **options}
@@ -257,22 +236,12 @@ def read_template(
         line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise DataError(f"{file}{line}: not a chat template: {_said(error)}") from error
     notes = [
-        f"the chat template writes {name}, but {_CONFIG} names no such token: nothing is written "
+        f"the chat template writes {name}, but {CONFIG} names no such token: nothing is written "
         "there"
         for name in sorted(used.difference(variables))
         if name.endswith("_token")
     ]
     return ChatTemplateSource(sources, variables, notes)
-
-
-def special_variables(home: Path | None) -> dict[str, str]:
-    """Return the texts of special tokens by the names that templates use, such as eos_token."""
-    variables = {}
-    for key, value in _config(home).items():
-        token = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(token, str):
-            variables[key] = token
-    return variables
 
 
 def _environment(day: str | None) -> _Environment:
@@ -296,9 +265,7 @@ def _environment(day: str | None) -> _Environment:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment.filters["tojson"] = tojson
-    environment.globals.update(
-        raise_exception=refuse, strftime_now=strftime_now, namespace=_Namespace
-    )
+    environment.globals.update(raise_exception=refuse, strftime_now=strftime_now)
     return environment
 
 
@@ -309,16 +276,6 @@ def _read(path: Path) -> str:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise DataError(f"{path}: not a chat template: not UTF-8; convert the file") from error
-
-
-def _config(home: Path | None) -> dict[str, Any]:
-    file = home and home / _CONFIG
-    if not file or not file.is_file():
-        return {}
-    try:
-        return read_object(read_bytes(file, follow=True))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: not a JSON object: {error}; copy the file again") from error
 
 
 def _said(error: BaseException) -> str:

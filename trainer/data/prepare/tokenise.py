@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from trainer.data.prepare.chats import ChatError, read_chat, read_pair
 from trainer.data.prepare.options import PrepareOptions, Turns
@@ -236,7 +235,7 @@ class _ChatWriter(_UnitWriter):
         super().__init__(job, stack, "trained")
         self._settings = settings = job.settings
         file = job.vocabulary.file
-        compiled = ChatTemplate(template.sources, template.variables, settings.date)
+        compiled = ChatTemplate(template, settings.date)
         written = [*template.sources.values(), *map(str, template.variables.values())]
         tokenizer = _tokenizer(file, os.stat(file).st_mtime_ns, letters=False)
         encoder = ChatEncoder(tokenizer, "\n".join(written), compiled.has_blocks)
@@ -356,6 +355,8 @@ def tokenise(jobs: list[TokeniseTask], workers: int, progress: bool) -> list[lis
 @contextmanager
 def _shown(file: Path, total: int) -> Iterator[None]:
     """Show a progress bar on stderr while the block runs, from the byte counts in the file."""
+    from tqdm import tqdm  # imported only for a terminal
+
     over = threading.Event()
 
     def show() -> None:
