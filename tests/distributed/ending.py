@@ -19,8 +19,8 @@ from trainer.run.worker import main
 
 
 def fading(steps: int, lr: float) -> Callable[[int], float]:
-    """A rate that is `lr` for four steps, and then 0: the weights stay as they are."""
-    return lambda step: lr if step <= 4 else 0.0
+    """A rate that is `lr` for two steps, and then 0: the weights stay as they are."""
+    return lambda step: lr if step <= 2 else 0.0
 
 
 def strike_in(number: int, blow: signal.Signals) -> None:

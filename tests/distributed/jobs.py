@@ -231,7 +231,7 @@ def starts(folder: Path, run: str) -> list[dict]:
 LAYOUT = "layout"
 """What a test records of one: (ranks, overrides of the recipe, what `assert_follows` returns)."""
 THIRTY = ("run.steps=30", "run.evaluate_every=15")
-TEN = ("run.steps=10", "run.evaluate_every=10")
+SIX = ("run.steps=6", "run.evaluate_every=6")
 
 
 def told(folder: Path, run: str) -> tuple[list[float], ...]:

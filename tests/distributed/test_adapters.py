@@ -20,7 +20,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.format.nf4 import dequantise, quantise
 from checkpointing.format.peft import name_in_file
 from checkpointing.tools.inspect import show, verify
-from tests.distributed.jobs import Job, assert_audited, losses, soak, wait_for_step
+from tests.distributed.jobs import SOAK, Job, assert_audited, losses, soak, wait_for_step
 from tests.distributed.lora_gradients import VOCABULARY, batch, of_layouts, values
 from tests.late import Late
 from trainer.cli.main import parse
@@ -147,7 +147,7 @@ def test_gradients_are_those_of_peft(workspace, start, base, oracle, tmp_path, r
         assert off(ours) <= 2 * off(single), layout
 
 
-STEPS = 30
+STEPS = 30 if SOAK else 10
 EXACT = (
     *LORA, "run.determinism=exact", f"run.steps={STEPS}", "schedule.name=constant",
     "optimizer.lr=1e-2", "optimizer.weight_decay=0", "batch.global_batch=6",

@@ -203,6 +203,7 @@ def test_an_update_that_leaves_no_numbers_is_undone(workspace, start):
     (workspace / "spoiling.py").write_text(SPOILING)
     given = ["optimizer.factory=spoiling:Spoiling", "checkpoint.every=2", "checkpoint.keep=2"]
     given += ["model.architecture.hidden_size=128"]  # it is tried on fewer than 100 rows
+    given += ["batch.global_batch=2", "batch.micro_batch=1"]
 
     def run(name, spoiled, *overrides):
         options = f"optimizer.factory_options={{{spoiled}}}"

@@ -12,15 +12,15 @@ from tests.distributed.jobs import records, starts, told
 from trainer.tools.report.report import check, report
 
 ENDS = (
-    *("run.steps=0", "run.epochs=0.02", "run.evaluate_every=2", "run.stop_after=2"),
-    *("checkpoint.every=2", "checkpoint.when_busy=wait", "checkpoint.keep=1"),
+    *("run.steps=0", "run.epochs=0.02", "run.evaluate_every=1", "run.stop_after=2"),
+    *("checkpoint.every=1", "checkpoint.when_busy=wait", "checkpoint.keep=1"),
     "checkpoint.keep_best=1",
     *("schedule={factory: 'tests.distributed.ending:fading'}", "run.determinism=exact"),
 )
 
 
 def test_a_run_ends_at_the_same_step_whatever_happens_to_it(workspace, start, train):
-    """It improves until step 4. Of its 10 sequences for validation, two ranks take three
+    """It improves until step 2. Of its 10 sequences for validation, two ranks take three
     micro-batches each, and one takes five."""
     (workspace / "ended").mkdir()
     (workspace / "prompts.txt").write_text("a\nthe b\n")
@@ -30,21 +30,21 @@ def test_a_run_ends_at_the_same_step_whatever_happens_to_it(workspace, start, tr
     counted = re.search(r"([\d,]+) sequences per epoch; 0.02 epoch\(s\) are (\d+) steps", output)
     batches = int(counted[1].replace(",", "")) / 8
     steps, longer = math.ceil(0.02 * batches), math.ceil(0.03 * batches)
-    assert int(counted[2]) == steps > 8
+    assert int(counted[2]) == steps > 4
     (why,) = re.findall(r"^stopped early .*$", output, flags=re.M)
     assert re.fullmatch(
-        r"stopped early after step 8: 2 validation pass\(es\) in a row found no lower loss; "
-        r"the best was \d\.\d{4}, after step 4",
+        r"stopped early after step 4: 2 validation pass\(es\) in a row found no lower loss; "
+        r"the best was \d\.\d{4}, after step 2",
         why,
     )
 
     code, printed = follower.wait()  # it ends with the run
-    assert (code, "step 8: 2 sample(s), in ended/samples.jsonl" in printed) == (0, True), printed
+    assert (code, "step 4: 2 sample(s), in ended/samples.jsonl" in printed) == (0, True), printed
     samples = json_lines(workspace / "ended/samples.jsonl")
-    prompts = [(line["step"], line["prompt"]) for line in samples if line["step"] in (4, 8)]
-    assert prompts == [(4, "a"), (4, "the b"), (8, "a"), (8, "the b")], printed
-    assert {line["text"] for line in samples if line["step"] == 8} == {
-        line["text"] for line in samples if line["step"] == 4
+    prompts = [(line["step"], line["prompt"]) for line in samples if line["step"] in (2, 4)]
+    assert prompts == [(2, "a"), (2, "the b"), (4, "a"), (4, "the b")], printed
+    assert {line["text"] for line in samples if line["step"] == 4} == {
+        line["text"] for line in samples if line["step"] == 2
     }  # the weights of both are the same
 
     cut = ("run.dir=cut", *ENDS)
@@ -53,18 +53,18 @@ def test_a_run_ends_at_the_same_step_whatever_happens_to_it(workspace, start, tr
     leaving = ("tests.distributed.ending", "SIGTERM", "3")  # the same, in another world
     code, output = start(1, *cut, program=leaving).wait()
     assert code == 75, output
-    assert "step 8 is not validated yet: a node leaves" in output
+    assert "step 4 is not validated yet: a node leaves" in output
     output = train(2, *cut)
-    assert f"resuming after step 8 of {steps}" in output
+    assert f"resuming after step 4 of {steps}" in output
     assert why in output
     # The pass that was made up is not in the checkpoint, but in the ledger.
     output = train(1, *cut)
     assert f"nothing to train: the run has {why}" in output
     passes = [one["step"] for one in records(workspace, "cut") if "validation_loss" in one]
-    assert passes.count(8) == 1
+    assert passes.count(4) == 1
 
     # As if all had been killed after that pass, before the last step was saved.
-    shutil.rmtree(workspace / "ended/checkpoints/step-00000008")
+    shutil.rmtree(workspace / "ended/checkpoints/step-00000004")
     output = train(2, "run.dir=ended", *ENDS, "run.epochs=0.03")
     assert "changed since the run last trained: run.epochs 0.02 → 0.03" in output
     assert why in output
@@ -76,13 +76,13 @@ def test_a_run_ends_at_the_same_step_whatever_happens_to_it(workspace, start, tr
         assert [history.attempts[-1].end[key] for key in ("code", "reason")] == [0, why]
         assert check(history)[0], check(history)[1]
         page = report(folder)
-        assert f"{folder}: 8 of {most} steps" in page
+        assert f"{folder}: 4 of {most} steps" in page
         assert "validation: 4 passes, the lowest loss" in page
         assert why in page
         state = read_state(find_checkpoint(folder))
-        assert [state[key] for key in ("step", "best_step", "passes_since_best")] == [8, 4, passes]
+        assert [state[key] for key in ("step", "best_step", "passes_since_best")] == [4, 2, passes]
         assert state["recipe"]["run"]["steps"] == 0
         assert state["schedule"]["steps"] == most
-        assert find_checkpoint(folder, "best").name == "step-00000004"
-        assert re.search(r"^step-00000004 .* best$", str(ls(folder)), flags=re.M)
+        assert find_checkpoint(folder, "best").name == "step-00000002"
+        assert re.search(r"^step-00000002 .* best$", str(ls(folder)), flags=re.M)
     assert told(workspace, "ended") == told(workspace, "cut")

@@ -11,7 +11,7 @@ from tests.distributed.jobs import (
     GPT_OSS,
     LAYOUT,
     MOE,
-    TEN,
+    SIX,
     THIRTY,
     assert_follows,
     records,
@@ -35,7 +35,7 @@ def weights(checkpoint):
 @pytest.mark.parametrize(
     ("name", "ranks", "strategy", "model"),
     [
-        ("ep2-short", 2, [*EP, *TEN], MOE),
+        ("ep2-short", 2, [*EP, *SIX], MOE),
         *(
             pytest.param(*case, marks=soak)
             for case in (

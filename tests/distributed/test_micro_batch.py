@@ -111,31 +111,48 @@ def test_every_way_in_which_memory_runs_out_halves(tmp_path, workspace, error, h
         assert list(json.loads(noted.read_text())["sequences"].values()) == [2]
 
 
-def test_the_largest_that_leaves_room(workspace, monkeypatch):
-    recipe = load_recipe(workspace / "recipe.yaml", ["batch.micro_batch=auto"])
-    blueprint = read_blueprint(recipe)  # of which a trace is remembered
-    monkeypatch.setattr("trainer.plan.search.read_blueprint", lambda _: blueprint)
+GPU = 1.7e6
+"""Bytes of one that takes four sequences of the tests' model with one layer."""
+
+
+@pytest.fixture
+def recipe_of(workspace, monkeypatch):
+    """recipe_of(override, …) → a recipe; all have the blueprint of the first, whose traces are
+    remembered."""
+    known = []
+
+    def read_once(recipe):
+        known[:] = known or [read_blueprint(recipe)]
+        return known[0]
+
+    monkeypatch.setattr("trainer.plan.search.read_blueprint", read_once)
+    monkeypatch.setattr("trainer.plan.prediction.read_blueprint", read_once)
+    return lambda *overrides: load_recipe(workspace / "recipe.yaml", overrides)
+
+
+def test_the_largest_that_leaves_room(recipe_of):
+    small = "model.architecture.num_hidden_layers=1"  # and soon traced
+    recipe = recipe_of(small, "batch.micro_batch=auto")
 
     def needed(size, device):
-        fixed = load_recipe(workspace / "recipe.yaml", [f"batch.micro_batch={size}"])
-        found = predict(fixed, 1, 1, device=device, gpu_memory=3e6, blueprint=blueprint)
+        fixed = recipe_of(small, f"batch.micro_batch={size}")
+        found = predict(fixed, 1, 1, device=device, gpu_memory=GPU)
         return found.node_memory if device == "cpu" else found.peak
 
     room = needed(4, "cpu") / (1 - ROOM)
     for memory, largest in (1e3, 1), (room, 4), (room - 1, 2), (80e9, 8):
         assert largest_micro_batch(recipe, 1, 1, memory, "cpu") == largest
-    assert needed(4, "cuda") <= (1 - ROOM) * 3e6 < needed(8, "cuda")
-    assert largest_micro_batch(recipe, 1, 1, 3e6, "cuda") == 4
+    assert needed(4, "cuda") <= (1 - ROOM) * GPU < needed(8, "cuda")
+    assert largest_micro_batch(recipe, 1, 1, GPU, "cuda") == 4
     assert largest_micro_batch(recipe, 2, 2, 80e9, "cpu") == 4
     assert largest_micro_batch(recipe, 3, 3, 80e9, "cpu") == 3
 
 
-@pytest.mark.parametrize(("sequences", "expected"), [(4, 1), (8, 1), (16, 2), (17, 2), (64, 8)])
-def test_a_pipeline_keeps_enough_passes(workspace, sequences, expected):
+def test_a_pipeline_keeps_enough_passes(recipe_of):
     """Whatever fits: of a single pass each rank would wait for half of the time."""
-    given = ["batch.micro_batch=auto", "strategy.pp=2", f"batch.global_batch={sequences}"]
-    recipe = load_recipe(workspace / "recipe.yaml", given)
-    assert largest_micro_batch(recipe, 2, 2, 80e9, "cpu") == expected
+    for sequences, expected in (4, 1), (8, 1), (16, 2), (17, 2), (64, 8):
+        given = ["batch.micro_batch=auto", "strategy.pp=2", f"batch.global_batch={sequences}"]
+        assert largest_micro_batch(recipe_of(*given), 2, 2, 80e9, "cpu") == expected, sequences
 
 
 def test_what_cannot_be_planned_wants_a_number(workspace):

@@ -31,10 +31,10 @@ NVME = ("strategy.offload=nvme", "strategy.offload_directory=offload")
 
 def test_the_same_bits_wherever_the_state_lives(workspace, start, train):
     """Begun in host memory, killed, and gone on with from the disk; gradients are clipped."""
-    common = (*SHORT, "run.steps=16", "optimizer.clip_norm=0.5")
+    common = (*SHORT, "run.steps=8", "checkpoint.every=2", "optimizer.clip_norm=0.5")
     train(2, "run.dir=in-memory", *common)
     job = start(2, "run.dir=moved", *common, "strategy.offload=cpu")
-    wait_for_step(workspace, "moved", 7, job)
+    wait_for_step(workspace, "moved", 4, job)
     job.kill()
     output = train(2, "run.dir=moved", *common, *NVME)
     assert "resuming after step" in output

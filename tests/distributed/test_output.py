@@ -1,41 +1,31 @@
-"""Runs whose terminal is closed, and whose disk is full: under real launchers and terminals."""
+"""Runs whose terminal is closed, and whose disk is full: under real terminals."""
 
 import json
 import os
 import pty
 import resource
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from benchmarks.support import python_path
 from elastic.record.history import read_history
 from lab.local_nodes import LocalNode
-from tests.distributed.jobs import ROOT, soak, wait_for_memory
-
-PERDURE = Path(sys.executable).parent / "perdure"
+from tests.distributed.jobs import ROOT, Forked, soak, wait_for_memory
 
 
 class Terminal:
     """A `perdure train` that leads the session of a terminal of its own."""
 
-    def __init__(self, workspace, hangup, *overrides):
-        self._master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            ["setsid", "--ctty", "env", hangup, PERDURE, "train", "recipe.yaml", *overrides],
-            cwd=workspace,
-            env={**os.environ, "PYTHONPATH": python_path(ROOT, workspace)},
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-        )
-        os.close(slave)
+    def __init__(self, workspace, log, hangup, *overrides):
+        self._master, self._slave = pty.openpty()
+        command = ["tests.distributed.on_terminal", os.ttyname(self._slave), hangup, "trainer.cli"]
+        command += ["train", "recipe.yaml", *overrides]
+        environment = {**os.environ, "PYTHONPATH": python_path(ROOT, workspace)}
+        self.process = Forked(command, workspace, environment, log)
         os.set_blocking(self._master, False)
-        self.node = LocalNode(0, self.process, Path())
+        self.node = LocalNode(0, self.process, log)
         self.text = ""
 
     def until(self, condition):
@@ -54,15 +44,16 @@ class Terminal:
 
     def close(self):
         os.close(self._master)
+        os.close(self._slave)
 
 
 @pytest.fixture
-def terminal(workspace):
-    """terminal(hangup, *overrides) → Terminal; `hangup`: option of `env`, for SIGHUP."""
+def terminal(workspace, tmp_path):
+    """terminal(hangup, *overrides) → Terminal; `hangup`: what SIGHUP does."""
     started = []
 
     def terminal(hangup, *overrides):
-        started.append(Terminal(workspace, hangup, *overrides))
+        started.append(Terminal(workspace, tmp_path / "log", hangup, *overrides))
         return started[-1]
 
     yield terminal
@@ -83,7 +74,7 @@ def ledger(run):
 
 def test_a_closed_terminal_is_a_notice(terminal, workspace):
     run = workspace / "closed"
-    shell = terminal("--default-signal=HUP", "run.dir=closed", "run.steps=100000")
+    shell = terminal("SIG_DFL", "run.dir=closed", "run.steps=100000")
     shell.until(lambda: shell.at_step(4))
     shell.close()
     assert shell.process.wait(30) == 75
@@ -97,7 +88,7 @@ def test_under_nohup_a_run_outlives_its_terminal_and_a_full_disk(terminal, works
     """The disk is full for rank 0 alone: no file of its process grows. It is killed meanwhile."""
     run = workspace / "nohup"
     options = "run.dir=nohup", "run.steps=100000", "elastic.snapshot_every=1", "run.log_every=5"
-    shell = terminal("--ignore-signal=HUP", *options)
+    shell = terminal("SIG_IGN", *options)
     shell.until(lambda: shell.at_step(4))
     shell.close()
     os.kill(shell.process.pid, signal.SIGHUP)

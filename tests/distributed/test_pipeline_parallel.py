@@ -3,7 +3,7 @@
 import pytest
 
 from checkpointing import newest_checkpoint, read_state
-from tests.distributed.jobs import LAYOUT, TEN, THIRTY, assert_follows, records, soak, told
+from tests.distributed.jobs import LAYOUT, SIX, THIRTY, assert_follows, records, soak, told
 from tests.distributed.test_tensor_parallel import FOUR_HEADS, HSDP, NVME, SGD
 
 LENGTH = (*THIRTY, "batch.micro_batch=1")
@@ -21,8 +21,8 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
 @pytest.mark.parametrize(
     ("name", "ranks", "strategy", "model"),
     [
-        pytest.param("pp2-nvme-short", 2, [*PP, *NVME, *TEN], (), marks=soak),
-        ("pp2-tp2-sp-short", 4, [*PP, *SP, *TEN, "batch.micro_batch=4"], ()),
+        pytest.param("pp2-nvme-short", 2, [*PP, *NVME, *SIX], (), marks=soak),
+        ("pp2-tp2-sp-short", 4, [*PP, *SP, *SIX, "batch.micro_batch=4"], ()),
         *(
             pytest.param(*case, marks=soak)
             for case in (
@@ -63,7 +63,7 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
                  ["batch.global_batch=7"]),
                 ("pp2-cp2", 4, [*PP, *CP], ()),
                 # After 30 steps rounding has made 1e-4 of its norms: 1e-6 of its losses.
-                ("pp2-cp2-llama-31", 4, [*PP, *CP, *TEN], [*LLAMA, "data.seq_len=31"]),
+                ("pp2-cp2-llama-31", 4, [*PP, *CP, *SIX], [*LLAMA, "data.seq_len=31"]),
                 ("pp2-cp2-interleaved", 4, [*PP, *CP, *INTERLEAVED], FOUR),
                 ("pp2-cp2-zero-bubble", 4, [*PP, *CP, *ZERO_BUBBLE], ()),
                 ("pp2-cp2-full", 4, [*PP, *CP, "strategy.activation_checkpointing=full"], ()),

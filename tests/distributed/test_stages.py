@@ -20,7 +20,7 @@ from trainer.recipe import RecipeError
 from trainer.tools.data_change import change_data
 from trainer.tools.report.report import check
 
-STEPS = 90 if SOAK else 10
+STEPS = 90 if SOAK else 8
 EXACT = ("run.determinism=exact", "schedule={name: constant}", "batch.micro_batch=1")
 SAVED = ("checkpoint.every=2", "checkpoint.when_busy=wait")
 SOURCES = "data.sources=[{path: data}, {path: few}, {path: more}, {path: other}]"
@@ -66,7 +66,7 @@ class Paced(torch.nn.Module):
 @pytest.mark.timeout(900)
 def test_killed_and_on_another_world_it_is_the_undisturbed_run(mixed, start, train):
     """Two borders are inside a step, one inside what a kill loses."""
-    command = (SOURCES, STAGES, *EXACT, *SAVED, "batch.micro_batch=2")
+    command = (SOURCES, STAGES, *EXACT, *SAVED, "batch.micro_batch=4")
     train(1, "run.dir=stages-whole", f"run.steps={STEPS}", *command)
     kills = (4, 2), *(((9, 1), (17, 3), (28, 2), (41, 3)) if SOAK else ())
     for step, ranks in kills:

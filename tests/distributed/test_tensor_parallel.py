@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.distributed.jobs import LAYOUT, ROOT, TEN, THIRTY, assert_follows, soak, told
+from tests.distributed.jobs import LAYOUT, ROOT, SIX, THIRTY, assert_follows, soak, told
 
 SP = ("strategy.tp=2", "strategy.sequence_parallel=true")
 CP = ("strategy.cp=2",)
@@ -33,7 +33,7 @@ HSDP = ("strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2")
 @pytest.mark.parametrize(
     ("name", "ranks", "strategy", "model"),
     [
-        ("cp2-short", 2, [*CP, *TEN], ()),
+        ("cp2-short", 2, [*CP, *SIX], ()),
         *(
             pytest.param(*case, marks=soak)
             for case in (
