@@ -5,17 +5,26 @@ of metrics.jsonl. The *shape* of a line is the literal text around its values, a
 values. Whatever does not have the shape exactly is left to the caller, which parses such lines one
 by one. Values are exactly those that `int` and `float` return.
 
-A value ends before a comma or a newline. So the positions of commas and newlines in a block of
-lines tell where all values are. The values of a column are then converted together, from words of
-eight characters.
+A block of lines is read from the left, all lines at once: the place of a value follows from the
+length of the one before, which its first character of another kind ends. Texts and values are read
+as words of eight characters, and digits are converted eight at a time.
 """
 
+import os
 import re
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Literal
+from statistics import mode
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+T = TypeVar("T")
 
 Kind = Literal["whole", "number", "fraction", "hex8", "hex16"]
 """whole: a whole number without a sign, of at most 15 digits. number: a number as in JSON.
@@ -25,21 +34,17 @@ BLOCK_BYTES = 1 << 20
 """Bytes to read at a time: for fewer, calls of numpy cost more; more leave the CPU's caches."""
 FEWEST = 32
 """Least number of lines for which columns are faster than one line after the other."""
-_MARKS = b",.\n"
+_WORTH_A_PROCESS = 16
+"""Least number of blocks for which a second process is started."""
 _NUMBER = re.compile(rb"-?(?:0|[1-9]\d*)(?=[.e])(?:\.\d+)?(?:e[+-]\d+)?")
-_BEFORE, _BEHIND = 24, 8
-"""Bytes added around a block, so that words around each value can be read."""
+_BEHIND = 24
+"""Bytes added after a block, so that words at its end can be read. A word's first character is its
+lowest byte."""
 _BYTES = (1 << 64) // 255  # 0x0101…: a byte times this is a word of such bytes
-_ZEROS, _HIGH = _BYTES * 0x30, _BYTES * 0x80
-_KEPT = np.array(
-    [[(1 << 64) - (1 << 64 - 8 * min(max(n - at, 0), 8)) for n in range(25)] for at in (0, 8, 16)],
-    np.uint64,
-)
-"""Masks of the characters of a number of n digits in its last word, and in the two words before. A
-word's first character is its lowest byte."""
+_ONES, _ZEROS, _NINES = (np.uint64(_BYTES * byte) for byte in (1, ord("0"), 127 - 9))
 _TENS = 10 ** np.arange(20, dtype=np.uint64)
-_DIGITS = 18
-"""Most digits of a number; 64 bits hold more."""
+_DIGITS = 19
+"""Most digits of a number that fit in 64 bits."""
 _EXACT = 22
 """Largest power of ten that is exact in float64."""
 _DIVISORS = np.array([float(10**power) for power in range(_EXACT + 1)])
@@ -68,174 +73,220 @@ class RecordLineBlock:
     """Lines, each with its newline."""
 
     def __init__(self, text: bytes) -> None:
-        self._text = bytes(_BEFORE) + text + bytes(_BEHIND)
+        self._text = text + bytes(_BEHIND)
         self._bytes = np.frombuffer(self._text, np.uint8)
-        count = len(self._text) - 7
-        self._words: np.ndarray = np.ndarray((count,), "<u8", self._text, strides=(1,))
-        comma, dot, newline = (self._bytes == mark for mark in _MARKS)
-        self._marks = np.flatnonzero(comma | dot | newline)
-        """Positions of commas, dots and newlines."""
-        self._ends = np.flatnonzero(~dot[self._marks])
-        """Indices in `_marks` of commas and newlines."""
-        self._lines = np.flatnonzero(newline[self._marks[self._ends]])
-        """Indices in `_ends` of newlines."""
-        self._commas = np.diff(self._lines, prepend=-1) - 1
-        """Number of commas in each line."""
-        after = self._marks[self._ends[self._lines]] + 1
-        self._begins = np.concatenate(([_BEFORE], after[:-1]))
-        self.bounds: list[int] = [0, *(after - _BEFORE).tolist()]
+        newlines = np.flatnonzero(self._bytes == ord("\n"))
+        self.bounds: np.ndarray = np.concatenate(([0], newlines + 1))
         """Where each line begins, and where the last ends."""
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self.bounds) - 1
 
     def line(self, index: int) -> bytes:
-        return self._text[_BEFORE + self.bounds[index] : _BEFORE + self.bounds[index + 1]]
+        return self._text[self.bounds[index] : self.bounds[index + 1]]
 
     def typical(self) -> bytes:
-        """Return the first line among those with the most frequent number of commas."""
-        return self.line(int((self._commas == np.bincount(self._commas).argmax()).argmax()))
+        """Return the first line of a sample among those with the most frequent number of commas."""
+        lines = [self.line(index) for index in range(0, len(self), 1 + len(self) // 64)]
+        commas = [line.count(b",") for line in lines]
+        return lines[commas.index(mode(commas))]
 
     def columns(self, shape: RecordLineShape) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return the indices of the lines that have a shape, and their values: a column of int64
         (whole), of float64 (number, fraction), or of characters for each of its values."""
-        commas = [literal.count(b",") for literal in shape.literals]
-        lines = np.flatnonzero(self._commas == sum(commas))
-        last, begin = self._lines[lines], self._begins[lines]
-        fits, columns = self._has(begin, shape.literals[0]), []
-        for number, (kind, literal) in enumerate(
-            zip(shape.kinds, shape.literals[1:], strict=True), 1
+        end, columns = self.bounds[:-1], []
+        fits = self._has(end, shape.literals[0])
+        for kind, before, literal in zip(
+            shape.kinds, shape.literals, shape.literals[1:], strict=False
         ):
-            begin = begin + len(shape.literals[number - 1])
-            mark = self._ends[last - sum(commas[number:])]
-            end = self._marks[mark] - len(re.split(rb"[,\n]", literal)[0])
-            if kind in ("whole", "number"):
-                before = self._marks[mark - 1]
-                has_dot = (before >= begin) & (self._bytes[before] == ord("."))
-                dot = np.where(has_dot, before, end)
-                good, values = self._numbers(begin, end, dot, fits, whole=kind == "whole")
+            begin = end + len(before)
+            if kind == "whole":
+                good, values, size = self._integers(begin)
+                end = begin + size
+            elif kind == "number":
+                good, values, end = self._numbers(begin, fits)
             elif kind == "fraction":
-                good, values = self._fractions(begin, end)
+                good, values, end = self._fractions(begin)
             else:
-                good, values = self._characters(begin, end, int(kind[3:]))
+                good, values, end = self._characters(begin, int(kind[3:]))
             columns.append(values)
-            begin = end
-            fits &= good & self._has(begin, literal)
-        return lines[fits], [values[fits] for values in columns]
+            fits &= good & self._has(end, literal)
+        indices = np.flatnonzero(fits)
+        if len(indices) < len(self):
+            columns = [values[indices] for values in columns]
+        return indices, columns
 
-    def _at(self, places: np.ndarray) -> np.ndarray:
-        """Return the words that begin at `places`."""
+    def _byte(self, places: np.ndarray) -> np.ndarray:
         # only in lines that do not fit can a place be out of range
-        words: np.ndarray = self._words[np.minimum(places, len(self._words) - 1)]
-        return words
+        return self._bytes.take(places, mode="clip")
+
+    def _words(self, begin: np.ndarray, count: int) -> np.ndarray:
+        """Return the `count` words that begin at each place. Shape: (count, places)."""
+        last = len(self._text) - 8 * count
+        windows = np.ndarray((last + 1,), f"V{8 * count}", self._text, strides=(1,))
+        return windows[np.minimum(begin, last)].view("<u8").reshape(-1, count).T
 
     def _has(self, begin: np.ndarray, literal: bytes) -> np.ndarray:
         """Whether `literal` stands at `begin`."""
-        good = np.ones(len(begin), bool)
-        for ahead in range(0, len(literal), 8):
-            at = max(0, min(ahead, len(literal) - 8))  # the last word overlaps the one before
-            part, words = literal[at : at + 8], self._at(begin + at)
-            if len(part) < 8:
-                words &= np.uint64((1 << 8 * len(part)) - 1)
-            good &= words == np.uint64(int.from_bytes(part, "little"))
-        return good
+        wrong = np.zeros(len(begin), np.uint64)
+        for at, word in enumerate(self._words(begin, -(-len(literal) // 8))):
+            part = literal[8 * at : 8 * at + 8]
+            unlike = word ^ np.uint64(int.from_bytes(part, "little"))
+            wrong |= unlike & np.uint64((1 << 8 * len(part)) - 1)
+        return wrong == 0
 
-    def _digits(self, end: np.ndarray, length: np.ndarray, most: int) -> tuple[np.ndarray, ...]:
-        """Return whether the `length` characters before `end` are digits, at most `most` (8, 16 or
-        24), and the number that they form, below 10^18."""
-        good = (length >= 0) & (length <= most)
-        length = np.where(good, length, 0)
-        value = np.zeros(len(end), np.uint64)
-        for at in range(0, int(length.max(initial=0)), 8):
-            word = (self._at(end - at - 8) ^ np.uint64(_ZEROS)) & _KEPT[at // 8][length]
-            good &= ((word + np.uint64(_BYTES * 0x76)) | word) & np.uint64(_HIGH) == 0
+    def _digits(self, begin: np.ndarray, words: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the number of digits from `begin` on, up to eight for each of `words`, and the
+        number that they form, modulo 2^64."""
+        count, value = np.zeros(len(begin), np.int64), np.zeros(len(begin), np.uint64)
+        for at in range(0, 8 * words, 8):
+            word = self._words(begin + at, 1)[0] ^ _ZEROS
+            ends = ((word + _NINES) | word) >> np.uint64(7) & _ONES  # where there is no digit
+            bits = np.bitwise_count((ends & -ends) - np.uint64(1))  # before the first of these
+            bits *= count == at
+            # digits move to the end of the word, after zeros
+            word <<= (64 - bits).astype(np.uint64)
             word = word * np.uint64(10) + (word >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF)
             word = word * np.uint64(100) + (word >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF)
             word = word * np.uint64(10_000) + (word >> np.uint64(32)) & np.uint64(0xFFFFFFFF)
-            value += word * _TENS[at]
-            if at == 16:
-                good &= word < 100
-        return good, value
+            size = bits >> 3
+            value = value * _TENS[size] + word if at else word
+            count += size
+            if not (size == 8).any():
+                break
+        return count, value
 
-    def _numbers(
-        self, begin: np.ndarray, end: np.ndarray, dot: np.ndarray, fits: np.ndarray, *, whole: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return whether numbers from `begin` to `end` are complete, and their values. `dot`: place
-        of the decimal point, or `end`. `fits`: whose values count."""
-        if whole:
-            good, value = self._digits(end, end - begin, 16)
-            return good & (begin < end) & (end - begin < 16) & (dot == end), value.astype(np.int64)
-        minus = self._bytes[begin] == ord("-")
+    def _integers(self, begin: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return whether whole numbers of 1 to 15 digits stand at `begin`, the first of several
+        not zero, as JSON demands; and their values and lengths."""
+        size, value = self._digits(begin, 2)
+        good = ((size == 1) | (value >= _TENS[size - 1])) & (size < 16)
+        return good, value.view(np.int64), size
+
+    def _numbers(self, begin: np.ndarray, fits: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Return whether numbers stand at `begin`, their values and their ends. `fits`: whose
+        values count."""
+        minus = self._byte(begin) == ord("-")
         first = begin + minus
-        exponent, digits_end = np.zeros(len(begin), np.int64), end
-        good = np.ones(len(begin), bool)
-        has_exponent = (self._bytes[end - 4] == ord("e")) & (end - 4 > first)
+        good, integer, size = self._integers(first)
+        end = first + size
+        has_dot = self._byte(end) == ord(".")
+        places, rest = self._digits(end + 1, 3)
+        places, rest = places * has_dot, rest * has_dot
+        end += has_dot + places
+        good &= has_dot == (places > 0)
+        power, has_exponent = places, self._byte(end) == ord("e")
         if has_exponent.any():
-            digits_end = end - 4 * has_exponent
-            known, power = self._digits(end, np.where(has_exponent, 2, 0), 8)
-            sign = self._bytes[end - 3]
-            good = known & (~has_exponent | (sign == ord("-")) | (sign == ord("+")))
-            exponent = np.where(sign == ord("-"), -1, 1) * power.astype(np.int64)
-            dot = np.minimum(dot, digits_end)
-        has_dot = dot < digits_end
-        places = np.where(has_dot, digits_end - dot - 1, 0)
-        size = dot - first
-        known, integer = self._digits(dot, size, 16)
-        good &= known & (size > 0) & ((self._bytes[first] != ord("0")) | (size == 1))
-        known, rest = self._digits(digits_end, places, 24)
-        good &= known & (has_dot == (places > 0))
-        good &= (integer == 0) | (size + places <= _DIGITS)
+            known, exponent = self._digits(end + 2, 1)
+            sign = self._byte(end + 1)
+            good &= ~has_exponent | (known == 2) & ((sign == ord("-")) | (sign == ord("+")))
+            exponent = (exponent * has_exponent).astype(np.int64)
+            power = power + np.where(sign == ord("-"), exponent, -exponent)
+            end += 4 * has_exponent
+        good &= size + places <= _DIGITS + (integer == 0)
         # the integer 0 with a sign is not the number -0.0
         good &= has_dot | has_exponent | ~minus | (integer > 0)
-        power = places - exponent
-        good &= (places < len(_TENS)) & (power >= 0) & (power <= _EXACT)
-        mantissa = integer * _TENS[np.where(good, places, 0)] + rest
+        good &= (power >= 0) & (power <= _EXACT)
+        mantissa = integer.view(np.uint64) * _TENS[np.where(good, places, 0)] + rest
         near, values = _quotient(mantissa, np.where(good, power, 0))
         values = np.where(minus, -values, values)
-        for index in np.flatnonzero(~(good & ~near) & fits).tolist():
-            text = self._text[begin[index] : end[index]]
-            good[index] = bool(_NUMBER.fullmatch(text))
-            if good[index]:
-                values[index] = float(text)
-        return good & np.isfinite(values), values
+        for index in np.flatnonzero((near | ~good) & fits).tolist():
+            found = _NUMBER.match(self._text, begin[index])
+            good[index] = bool(found)
+            if found:
+                values[index], end[index] = float(found[0]), found.end()
+        return good & np.isfinite(values), values, end
 
     def _hexadecimal(self, word: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return whether words are eight lower-case hexadecimal digits, and the digits' values, one
         a byte."""
         letter = word >> np.uint64(6) & np.uint64(_BYTES)
         digit = (word & np.uint64(_BYTES * 15)) + letter * np.uint64(9)
-        good = word == np.uint64(_ZEROS) + digit + letter * np.uint64(0x27)
+        good = word == _ZEROS + digit + letter * np.uint64(0x27)
         good &= (digit + np.uint64(_BYTES * 6)) >> np.uint64(4) & np.uint64(_BYTES) == letter
         return good & (digit & np.uint64(_BYTES * 16) == 0), digit
 
-    def _characters(
-        self, begin: np.ndarray, end: np.ndarray, width: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        good, words = end - begin == width, []
-        for at in range(0, width, 8):
-            words.append(self._at(begin + at))
-            good &= self._hexadecimal(words[-1])[0]
-        return good, np.stack(words, axis=1).view(f"S{width}")[:, 0]
+    def _characters(self, begin: np.ndarray, width: int) -> tuple[np.ndarray, ...]:
+        words = self._words(begin, width // 8)
+        good = np.logical_and.reduce([self._hexadecimal(word)[0] for word in words])
+        return good, words.T.view(f"S{width}")[:, 0], begin + width
 
-    def _fractions(self, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        # 13 digits as two words that overlap, "p", a sign, and up to three digits
+    def _fractions(self, begin: np.ndarray) -> tuple[np.ndarray, ...]:
+        # 13 digits, "p", a sign, and up to three digits
         good, mantissa = np.ones(len(begin), bool), np.zeros(len(begin), np.uint64)
-        for at, digits in ((0, 8), (5, 5)):
-            known, word = self._hexadecimal(self._at(begin + at))
+        first, second = self._words(begin, 2)
+        p, sign = second >> np.uint64(40) & np.uint64(255), second >> np.uint64(48) & np.uint64(255)
+        five = np.uint64((1 << 40) - 1)
+        for characters, digits in ((first, 8), (second & five | _ZEROS & ~five, 5)):
+            known, word = self._hexadecimal(characters)
             word = (word << np.uint64(4) | word >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF)
             word = (word << np.uint64(8) | word >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF)
             word = (word << np.uint64(16) | word >> np.uint64(32)) & np.uint64(0xFFFFFFFF)
-            kept = np.uint64((1 << 4 * digits) - 1)
-            mantissa = mantissa << np.uint64(4 * digits) | word & kept
+            mantissa = mantissa << np.uint64(4 * digits) | word >> np.uint64(32 - 4 * digits)
             good &= known
-        p, sign = (self._bytes[np.minimum(begin + at, end)] for at in (13, 14))
-        size = end - begin - 15
-        known, power = self._digits(end, size, 8)
-        good &= known & (size > 0) & (size < 4)
+        size, power = self._digits(begin + 15, 1)
         good &= (p == ord("p")) & ((sign == ord("+")) | (sign == ord("-")))
+        good &= (size > 0) & (size < 4)
         exponent = np.where(sign == ord("-"), -1, 1) * power.astype(np.int64)
         bits = (exponent + 1023).astype(np.uint64) << np.uint64(52) | mantissa
-        return good, bits.view(np.float64)
+        return good, bits.view(np.float64), begin + 15 + size
+
+
+def parsed_blocks(
+    file: BinaryIO, parse: Callable[[RecordLineBlock], T], *, forks: bool = False
+) -> Iterator[tuple[RecordLineBlock, T]]:
+    """Yield (block, parse(block)) for the lines from the position of a file on, in order, without a
+    last line that has no newline. `forks`: a forked process may parse every second block, so this
+    process has no other thread."""
+    spans, begin, size = [], file.tell(), os.fstat(file.fileno()).st_size
+    while begin < size:
+        file.seek(begin + BLOCK_BYTES)
+        file.readline()
+        end = min(file.tell(), size)
+        spans.append((begin, end))
+        begin = end
+    second = forks and len(spans) >= _WORTH_A_PROCESS
+    with _parsed_ahead(file, parse, spans[1::2]) if second else nullcontext() as results:
+        ahead = results is not None
+        for number, span in enumerate(spans):
+            block = _block(file, span)
+            try:
+                parsed = results.recv() if results and ahead and number % 2 else parse(block)
+            except (EOFError, OSError):  # that process was killed
+                ahead, parsed = False, parse(block)
+            yield block, parsed
+
+
+def _block(file: BinaryIO, span: tuple[int, int]) -> RecordLineBlock:
+    text = os.pread(file.fileno(), span[1] - span[0], span[0])
+    return RecordLineBlock(text[: text.rfind(b"\n") + 1])
+
+
+@contextmanager
+def _parsed_ahead(
+    file: BinaryIO, parse: Callable[[RecordLineBlock], Any], spans: Sequence[tuple[int, int]]
+) -> "Iterator[Connection | None]":
+    """Context in which a forked process sends the results of `parse` for spans of a file."""
+    from multiprocessing import get_context  # imported only for large files
+
+    context = get_context("fork")
+    results, sender = context.Pipe(duplex=False)
+
+    def run() -> None:
+        results.close()  # so that a send fails once the other process has ended
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with suppress(OSError):
+            for span in spans:
+                sender.send(parse(_block(file, span)))
+
+    process = context.Process(target=run, daemon=True)
+    process.start()
+    sender.close()
+    try:
+        yield results
+    finally:
+        results.close()
+        process.join()
 
 
 def _quotient(mantissa: np.ndarray, power: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ import numpy as np
 from elastic.exits import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, EXIT_REQUEUE
 from elastic.node.files import open_to_read
 from elastic.record.attempt import LedgerRollbackLine, LedgerStepLine, RecordedAttempt
-from elastic.record.columns import BLOCK_BYTES, FEWEST, Kind, RecordLineBlock, RecordLineShape
+from elastic.record.columns import FEWEST, Kind, RecordLineBlock, RecordLineShape, parsed_blocks
 from elastic.record.ledger import LEDGER, StartLine
 from elastic.record.lines import RecordValueError, read_line
 from elastic.record.proof import problems_of
@@ -129,10 +129,10 @@ class LedgerReader:
         self._torn: list[str] = []
         """Problems of single lines, such as torn lines."""
 
-    def read(self, *, whole: bool = False) -> RecordHistory:
+    def read(self, *, whole: bool = False, forks: bool = False) -> RecordHistory:
         """Returns the history so far. Reads only lines that are new since the last call. `whole`:
-        also read a last line without a newline, after which no call may follow. Raises LedgerError
-        as `read_history` does."""
+        also read a last line without a newline, after which no call may follow. `forks`: as for
+        `parsed_blocks`. Raises LedgerError as `read_history` does."""
         try:
             with os.fdopen(open_to_read(self.path, follow=True), "rb") as file:
                 status = os.fstat(file.fileno())
@@ -140,14 +140,12 @@ class LedgerReader:
                 if (status.st_ino, 0) != (self.inode, max(0, self.offset - status.st_size)):
                     self.begin(status.st_ino)
                 file.seek(self.offset)
-                while text := file.read(BLOCK_BYTES) + file.readline():
-                    end = text.rfind(b"\n") + 1
-                    self._take_all(RecordLineBlock(text[:end]))
-                    self.offset += end
-                    if end < len(text):  # a line is being written
-                        if whole:
-                            self.take(text[end:], self.number + 1)
-                        break
+                for block, (usual, columns) in parsed_blocks(file, _usual_steps, forks=forks):
+                    self._take_all(block, usual, columns)
+                    self.offset += int(block.bounds[-1])
+                file.seek(self.offset)
+                if whole and (text := file.readline()):
+                    self.take(text, self.number + 1)
         except OSError as error:
             raise LedgerError(
                 f"{self.path}: {error.strerror}; give the directory of a run"
@@ -169,9 +167,11 @@ class LedgerReader:
         ):
             self.others.append((number, line))
 
-    def _take_all(self, block: RecordLineBlock) -> None:
-        """Add all lines of a block, in order."""
-        usual, columns = _usual_steps(block)
+    def _take_all(
+        self, block: RecordLineBlock, usual: np.ndarray, columns: dict[str, np.ndarray]
+    ) -> None:
+        """Add all lines of a block, in order. `usual`, `columns`: as `_usual_steps` returns
+        them."""
         columns["line"] = usual + self.number + 1
         others = np.ones(len(block), bool)
         others[usual] = False
@@ -322,20 +322,26 @@ def _take(line: bytes, number: int, attempts: list[RecordedAttempt], problems: l
     return ""
 
 
+def has_started(path: str | Path) -> bool:
+    """Whether a ledger, or the ledger in a run directory, has a start line."""
+    return any(True for _ in _starts(path))  # reads no further than the first
+
+
 def read_starts(path: str | Path) -> dict[str, StartLine]:
     """Return the start lines of a ledger, or of the ledger in a run directory, in their order, by
     the name of the attempt; {} if the ledger cannot be read."""
-    starts: dict[str, StartLine] = {}
+    return {start.attempt: start for start in _starts(path)}
+
+
+def _starts(path: str | Path) -> Iterator[StartLine]:
     with suppress(OSError, ValueError), _mapped(path) as data:  # the file may be missing or empty
         # Start lines are searched for, as most lines of a long ledger are step lines.
         begin = data.find(b'{"kind":"start",')
         while begin >= 0:
             data.seek(begin)
             with suppress(ValueError, TypeError, AttributeError):  # torn, or no start line
-                start = _start(read_line(data.readline()))
-                starts[start.attempt] = start
+                yield _start(read_line(data.readline()))
             begin = data.find(b'\n{"kind":"start",', begin) + 1 or -1
-    return starts
 
 
 def lineage_of(starts: Mapping[str, StartLine], attempt: str) -> dict[str, float]:

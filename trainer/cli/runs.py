@@ -79,9 +79,13 @@ def _report(arguments: argparse.Namespace) -> int:
             if arguments.check:
                 return _check(runs, without_data=arguments.without_data)
             if arguments.html:
-                from trainer.tools.seeing.server import report_html
+                from trainer.tools.seeing.server import page
+                from trainer.tools.seeing.view import open_runs
 
-                write_output(arguments.html, report_html([run.directory for run in runs]))
+                views = open_runs([run.directory for run in runs])
+                write_output(arguments.html, page(views, live=False))
+                for view in views:
+                    view.keep()
                 print(f"{arguments.html}: open it in a browser")
                 return EXIT_DONE
             from trainer.tools.report.report import report
@@ -129,11 +133,11 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _wait_for(runs: "Sequence[MirroredRun]") -> None:
-    from elastic.record.history import last_start
+    from elastic.record.history import has_started
 
     for run in runs:
         announced = False
-        while last_start(run.directory, trained=False) is None:
+        while not has_started(run.directory):
             if not announced:
                 print(f"{run.run}: has not begun yet; waiting for it", flush=True)
             announced = True

@@ -1,12 +1,14 @@
 """Lines of one shape that are read as columns: the values of json, float and int, and no others."""
 
 import json
+import os
 import random
+import signal
 import struct
 
 import pytest
 
-from elastic.record import history
+from elastic.record import columns, history
 from elastic.record.columns import RecordLineBlock, RecordLineShape
 from elastic.record.history import LedgerReader
 from elastic.record.ledger import Ledger, StartLine
@@ -36,6 +38,28 @@ def test_numbers_are_those_of_json():
     assert set(plain) <= {texts[index] for index in indices.tolist()}
 
 
+def test_numbers_beside_the_middle_of_two_floats_are_read_by_float(monkeypatch):
+    """An odd number of 54 bits times a power of two is such a middle. `number` / 10^places is as
+    near to one as a decimal gets: 5^places times the odd number and 2^power times `number` differ
+    by one."""
+    draw, texts, near = random.Random(4), [], []
+    for places in range(10, 19):
+        for power in range(24, 45):
+            sign, odd = draw.choice([-1, 1]), draw.randrange(2**53 + 2**45, 2**54)
+            odd -= (odd + sign * pow(5**places, -1, 2**power)) % 2**power
+            number = (odd * 5**places + sign) >> power
+            if 2**53 <= number < 10**19:
+                texts.append(f"{number // 10**places}.{number % 10**places:0{places}}")
+    quotient = columns._quotient
+    monkeypatch.setattr(
+        columns, "_quotient", lambda *of: near.append(result := quotient(*of)) or result
+    )
+    block = RecordLineBlock("".join(f"[{text}]\n" for text in texts).encode())
+    _, (values,) = block.columns(RecordLineShape((b"[", b"]\n"), ("number",)))
+    assert values.tolist() == [*map(float, texts)]
+    assert near[0][0].sum() == len(texts) > 50
+
+
 @pytest.fixture
 def ledger(tmp_path):
     start = {"global_batch": 4, "world_size": 2, "records": ("loss", "norm", "consumed")}
@@ -51,9 +75,9 @@ def ledger(tmp_path):
     return path
 
 
-def found(path):
+def found(path, **how):
     reader = LedgerReader(path)
-    read = reader.read()
+    read = reader.read(**how)
     steps = [[repr(tuple(step)) for step in attempt.steps] for attempt in read.attempts]
     times = [(attempt.written, attempt.steps.highest) for attempt in read.attempts]
     return steps, times, read.problems, reader.others, reader.offset, reader.number
@@ -78,7 +102,7 @@ def test_a_ledger_is_the_same_by_columns_and_line_by_line(ledger, monkeypatch):
 
 def test_a_line_that_is_being_written_is_left_for_later(ledger, monkeypatch):
     whole = ledger.read_bytes()
-    monkeypatch.setattr(history, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(columns, "BLOCK_BYTES", 1000)
     expected, reader = found(ledger), LedgerReader(ledger)
     for end in (len(whole) // 2, len(whole) - 1, len(whole)):
         ledger.write_bytes(whole[:end])
@@ -86,3 +110,28 @@ def test_a_line_that_is_being_written_is_left_for_later(ledger, monkeypatch):
         assert reader.offset == whole[:end].rfind(b"\n") + 1
     assert reader.others == expected[3]
     assert reader.read().step == 80
+
+
+def test_a_second_process_reads_the_same(ledger, monkeypatch):
+    """And if it is killed, this process reads its blocks."""
+    expected = found(ledger)
+    monkeypatch.setattr(columns, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(columns, "_WORTH_A_PROCESS", 4)
+    monkeypatch.setattr(history, "FEWEST", 2)
+    here, parse, me = [], history._usual_steps, os.getpid()
+
+    def parsed(block):
+        if os.getpid() == me:
+            here.append(block)
+        elif len(counts) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return parse(block)
+
+    monkeypatch.setattr(history, "_usual_steps", parsed)
+    counts = []
+    for forks in (False, True, True):
+        here.clear()
+        assert found(ledger, forks=forks) == expected
+        counts.append(len(here))
+    assert counts[0] == counts[2] > 8
+    assert counts[1] == -(-counts[0] // 2)

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -32,10 +33,7 @@ class SeenLedger:
 
     def read(self) -> RecordHistory:
         """Read new lines, and return the history."""
-        history = self._reader.read()
-        if self._reader.offset - self._kept >= cache.WORTH_BYTES:
-            self._keep()
-        return history
+        return self._reader.read(forks=threading.active_count() == 1)
 
     def silent_seconds(self) -> float:
         """Return the time since the ledger was last written. Clocks of two machines are never
@@ -57,8 +55,11 @@ class SeenLedger:
         newest = self._reader.others[-count:]
         return [line.decode(errors="replace").strip()[:2000] for _, line in newest]
 
-    def _keep(self) -> None:
+    def keep(self) -> None:
+        """Cache the step lines, if enough of them are not in the cache yet."""
         reader = self._reader
+        if reader.offset - self._kept < cache.WORTH_BYTES:
+            return
         self._kept = reader.offset
         dumps = [attempt.steps.dump() for attempt in reader.attempts]
         facts = {

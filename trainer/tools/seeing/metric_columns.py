@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import threading
 from array import array
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from elastic.node.files import open_to_read
-from elastic.record.columns import BLOCK_BYTES, FEWEST, Kind, RecordLineBlock, RecordLineShape
+from elastic.record.columns import FEWEST, Kind, RecordLineBlock, RecordLineShape, parsed_blocks
 from elastic.record.lines import read_record
 from trainer.run.trackers import METRICS, SAMPLES
 from trainer.tools.seeing import cache
@@ -64,19 +65,18 @@ class SeenMetrics:
                 if status.st_size >= cache.WORTH_BYTES:
                     self._recall()
             file.seek(self.offset)
-            while text := file.read(BLOCK_BYTES) + file.readline():
-                self._take(RecordLineBlock(text[: text.rfind(b"\n") + 1]))
-                if not text.endswith(b"\n"):
-                    break
-        if self.offset - self._kept >= cache.WORTH_BYTES:
-            self._keep()
+            forks = threading.active_count() == 1
+            for block, (usual, columns) in parsed_blocks(file, _usual_records, forks=forks):
+                self._take(block, usual, columns)
         last = np.array([lineage.get(name, math.inf) for name in self._attempts])
         self._counts = np.array(self._step) <= last[np.array(self._attempt, dtype=int)]
 
-    def _take(self, block: RecordLineBlock) -> None:
-        """Add the records in a block of lines, in order."""
-        usual, columns = _usual_records(block)
-        ends = self.offset + np.array(block.bounds[1:], np.int64)
+    def _take(
+        self, block: RecordLineBlock, usual: np.ndarray, columns: Mapping[str, np.ndarray]
+    ) -> None:
+        """Add the records in a block of lines, in order. `usual`, `columns`: as `_usual_records`
+        returns them."""
+        ends = self.offset + block.bounds[1:]
         others = np.ones(len(block), bool)
         others[usual] = False
         begin = 0
@@ -88,7 +88,7 @@ class SeenMetrics:
             if other < len(block) and (record := read_record(block.line(other))):
                 self._add(record, int(ends[other]))
             begin = other + 1
-        self.offset += block.bounds[-1]
+        self.offset += int(block.bounds[-1])
 
     def _extend(self, columns: Mapping[str, np.ndarray]) -> None:
         """Add at least one record, except for its place in the file."""
@@ -168,7 +168,10 @@ class SeenMetrics:
 
     # --- cache -------------------------------------------------------------------------------
 
-    def _keep(self) -> None:
+    def keep(self) -> None:
+        """Cache the records, if enough of them are not in the cache yet."""
+        if self.offset - self._kept < cache.WORTH_BYTES:
+            return
         self._kept = self.offset
         facts = {"offset": self.offset, "names": list(self._columns), "attempts": self._attempts}
         columns = [column.tobytes() for column in self._by_record]

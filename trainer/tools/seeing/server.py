@@ -31,12 +31,6 @@ EVERY_SECONDS = 2.0
 """Seconds between two queries of a live page."""
 
 
-def report_html(paths: Sequence[Path]) -> str:
-    """Static page of the current state of runs. Raises LedgerError if a path is not the directory
-    of a started run."""
-    return page(open_runs(paths), live=False)
-
-
 def page(runs: Sequence[SeenRun], *, live: bool) -> str:
     """Return the HTML of a page with everything about each run, and the keys in which their recipes
     differ."""
@@ -180,6 +174,11 @@ class SeeingServer(ThreadingHTTPServer):
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
+    def keep(self) -> None:
+        """Cache what has been read. One call at a time, as for `answer`."""
+        for run in self.runs:
+            run.keep()
+
     def answer(self, path: str, query: Mapping[str, list[str]]) -> tuple[str, str]:
         """Return (content type, text) for a request. One call at a time, as views change.
 
@@ -237,6 +236,8 @@ class _Handler(BaseHTTPRequestHandler):
             with self.server.budget.spend():
                 kind, text = self.server.answer(url.path, query)
             self._send(HTTPStatus.OK, kind, text)
+            with self.server.budget.spend():
+                self.server.keep()
         except (LookupError, ValueError) as error:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", f"not found: {error}")
         except LedgerError as error:

@@ -43,11 +43,15 @@ def watch(paths: Sequence[Path], *, once: bool) -> None:
     runs, console = open_runs(paths), _console()
     if once or not console.is_terminal:
         console.print(_screen(runs, console.width))
+        for run in runs:
+            run.keep()
         return
     # The alternate screen cuts the view to its height: lines that scroll away cannot be redrawn.
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(_screen(runs, console.width), refresh=True)
+            for run in runs:
+                run.keep()
             if all(run.status().name in ("finished", "stopped") for run in runs):
                 break
             time.sleep(EVERY_SECONDS)
@@ -111,6 +115,7 @@ def _row(path: Path, folder: Path) -> list[Text]:
     rate = next((value for what, value in values.items() if what.endswith("/s")), "-")
     cells = [step, values.get("loss", "-"), values.get("perplexity", "-"), rate]
     cells += [values["failures"], _age(run.ledger.silent_seconds())]
+    run.keep()
     return [
         _text(str(shown)),
         _text(state.name, STATES.get(state.name, "yellow")),
