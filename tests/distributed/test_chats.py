@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from elastic.record.history import read_history
 from tests.distributed.jobs import losses, records, soak, wait_for_step
-from tests.trainer.data.chat_families import PLAIN, VARIABLES, tokenizer
+from tests.trainer.data.chat_families import PLAIN, VARIABLES, tokenizer, without_workers
 from trainer.data.prepare.prepare import prepare
 from trainer.data.stream import COUNTED
 from trainer.recipe import load_recipe
@@ -49,7 +49,8 @@ def folder(workspace):
     settings = {**VARIABLES, "chat_template": PLAIN}
     (workspace / "tokenizer_config.json").write_text(json.dumps(settings))
     options = {"tokenizer": str(workspace), "chat": True, "validation_fraction": 0.1}
-    prepare([str(workspace / "chats.jsonl")], workspace / "chats", **options)
+    with without_workers():
+        prepare([str(workspace / "chats.jsonl")], workspace / "chats", **options)
     (workspace / "chats.yaml").write_text(RECIPE)
     return workspace
 

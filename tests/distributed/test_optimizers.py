@@ -22,7 +22,7 @@ from trainer.run.preflight import check_launch
 from trainer.tasks.task import build_task
 
 OWN = "tests.distributed.own_optimizers"
-STEPS = 12 if SOAK else 8
+STEPS = 12 if SOAK else 6
 COMMON = (
     *(f"run.steps={STEPS}", "optimizer.lr=5e-4", "optimizer.clip_norm=0"),
     *("schedule.name=constant", "schedule.warmup_steps=2"),
@@ -291,7 +291,7 @@ def test_replicas_draw_alike_and_what_they_count_comes_back(workspace, train):
     weights."""
     own = (*COMMON, f"optimizer.factory={OWN}:Wandering")
     train(1, "run.dir=wandering-1", *own, "strategy.name=ddp")
-    train(2, "run.dir=wandering-2", *own, "strategy.name=ddp", "run.steps=5")
+    train(2, "run.dir=wandering-2", *own, "strategy.name=ddp", "run.steps=4")
     train(2, "run.dir=wandering-2", *own, "strategy.name=ddp")
     if SOAK:
         train(2, "run.dir=wandering-sharded", *own)
@@ -337,7 +337,7 @@ def test_an_optimizer_and_a_schedule_in_a_file_of_the_users(workspace, train):
     assert rates == [1e-3 * min(step / 4, (4 / step) ** 0.5) for step in range(1, STEPS + 1)]
     curve = losses(workspace, "lion")
     assert curve[STEPS] < curve[1] - 0.2
-    train(2, "run.dir=lion-moved", *own, "run.steps=6")
+    train(2, "run.dir=lion-moved", *own, "run.steps=4")
     train(1, "run.dir=lion-moved", *own)
     assert worst(losses(workspace, "lion-moved"), curve) <= TOLERANCE
     groups = read_state(newest_checkpoint(workspace / "lion/checkpoints"))["parameter_groups"]

@@ -31,9 +31,8 @@ from tests.distributed.jobs import (
     starts,
     wait_for_step,
 )
-from tests.trainer.data.chat_families import PLAIN, VARIABLES, tokenizer
+from tests.trainer.data.chat_families import PLAIN, VARIABLES, tokenizer, without_workers
 from trainer.data.loader import TokenStream
-from trainer.data.prepare import tokenise
 from trainer.data.prepare.prepare import prepare
 from trainer.data.shards import TokenDataset
 from trainer.recipe import RecipeError, load_recipe
@@ -84,9 +83,7 @@ def folder(workspace):
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.03)
     (workspace / "second" / "tokenizer.json").write_bytes((home / "tokenizer.json").read_bytes())
-    with pytest.MonkeyPatch.context() as patch:  # in this process, without workers
-        units = lambda jobs, workers: ((job.number, tokenise._tokenise_unit(job)) for job in jobs)  # noqa: E731
-        patch.setattr(tokenise, "_run", units)
+    with without_workers():
         options = {"tokenizer": str(home), "pairs": True, "validation_fraction": 0.2}
         prepare([str(workspace / "pairs.jsonl")], workspace / "pairs-data", **options)
     (workspace / "pairs.yaml").write_text(RECIPE)

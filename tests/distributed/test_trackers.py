@@ -207,9 +207,9 @@ def chat():
 def test_trackers_survive_the_ranks(workspace, tmp_path):
     """With the sink and the hook of docs/extending.md."""
     prom = tmp_path / "run.prom"
-    recipe = ["run.dir=tracked-on", "run.steps=18", "elastic.snapshot_every=1", *TRACKED, *OWN]
-    recipe += ["run.evaluate_every=9", f"tracking.prometheus={prom}"]
-    recipe += ["run.samples=[the b, '']", "checkpoint.every=6"]
+    recipe = ["run.dir=tracked-on", "run.steps=24", "elastic.snapshot_every=1", *TRACKED, *OWN]
+    recipe += ["run.evaluate_every=12", f"tracking.prometheus={prom}"]
+    recipe += ["run.samples=[the b, '']", "checkpoint.every=8"]
     alerts = [{"when": "failure", "run": f'echo "$PERDURE_ALERT" > {tmp_path}/told'}]
     recipe += [f"tracking.alerts={json.dumps(alerts)}"]
     with chat() as (url, posted), LocalNodes(
@@ -223,46 +223,46 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
     ) as nodes:  # fmt: skip
         node, run = nodes.add(), workspace / "tracked-on"
         deadline = time.monotonic() + 60
-        while max(losses(workspace, run.name), default=0) < 3:
+
+        def companions():
+            return node.running("trainer.run.trackers") + node.running("trainer.tools.run_samples")
+
+        # One may be forking an alert's command just now, which looks like itself.
+        while max(losses(workspace, run.name), default=0) < 3 or len(before := companions()) != 7:
             assert time.monotonic() < deadline, node.text()
             time.sleep(0.01)
-        before = node.running("trainer.run.trackers")
-        before += node.running("trainer.tools.run_samples")
         os.kill(node.trainers()[0], signal.SIGKILL)
         while len(read_history(run).attempts) < 2:
             assert time.monotonic() < deadline, node.text()
             time.sleep(0.01)
-        # One may be forking an alert's command just now, which looks like itself.
-        after = node.running("trainer.run.trackers") + node.running("trainer.tools.run_samples")
-        assert {*before} <= {*after}
+        assert {*before} <= {*companions()}
         while not read_history(run).attempts[1].steps:
             assert time.monotonic() < deadline, node.text()
             time.sleep(0.01)
         os.kill(before[-1], signal.SIGKILL)
         assert nodes.wait(60) == [0], node.text()
-    assert len(before) == 7
     (line,) = (line for line in node.text().splitlines() if "run_samples" in line)
-    assert line.endswith("18 ended with exit code -9; what it had not done is lost")
+    assert line.endswith("24 ended with exit code -9; what it had not done is lost")
     assert len(list((run / "wandb").glob("offline-run-*"))) == 1
-    assert points(run) == list(range(1, 19))
+    assert points(run) == list(range(1, 25))
     assert not_in_wandb(run) == []
     assert not [pid for pid in before if Path(f"/proc/{pid}").exists()]
 
     with closing(sqlite3.connect(run / "metrics.sqlite")) as database:
         rows = database.execute("SELECT step, value FROM metrics WHERE name = 'loss'").fetchall()
     assert dict(rows) == losses(workspace, run.name)
-    assert len(rows) == 18
+    assert len(rows) == 24
     again = read_history(run).attempts[1].start
     assert posted[0] == "training begins on 1 rank(s)"
     assert posted[1].startswith(f"going on after step {again.step}, ")
     assert "rank 0" in posted[1]
-    # On a busy machine the rank is killed while it saves step 6.
-    later = [text.split(":")[0] for text in posted[2:] if "no checkpoint of step 6" not in text]
-    assert later == ["step 9", "step 18", "ended after step 18"]
+    # On a busy machine the rank is killed while it saves step 8.
+    later = [text.split(":")[0] for text in posted[2:] if "no checkpoint of step 8" not in text]
+    assert later == ["step 12", "step 24", "ended after step 24"]
     found = dict(line.split(" ") for line in prom.read_text().splitlines() if line[0] != "#")
-    assert found['perdure_step{run="tracked-on"}'] == "18"
+    assert found['perdure_step{run="tracked-on"}'] == "24"
     loss = float(found['perdure_loss{run="tracked-on"}'])
-    assert loss == losses(workspace, run.name)[18]
+    assert loss == losses(workspace, run.name)[24]
     assert 'perdure_validation_loss{run="tracked-on"}' in found
     assert found['perdure_failures_total{run="tracked-on"}'] == "1"
     assert 0 < float(found['perdure_goodput{run="tracked-on"}']) < 1
@@ -272,16 +272,16 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
 
     # Its successor makes up for what is missing, the newest checkpoint first.
     (run / "samples.jsonl").unlink(missing_ok=True)
-    words = ["trainer.tools.run_samples", str(run), "18"]
+    words = ["trainer.tools.run_samples", str(run), "24"]
     successor = Forked(
         words, tmp_path, {**os.environ}, tmp_path / "successor.log"
     )  # its input is over
     assert successor.wait(300) == 0
     samples = json_lines(run / "samples.jsonl")
     there = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
-    sampled = [there[-1]] * 2 + ["step-00000012"] * 2 * ("step-00000012" in there)
+    sampled = [there[-1]] * 2 + ["step-00000016"] * 2 * ("step-00000016" in there)
     assert [line["checkpoint"] for line in samples] == sampled
-    assert [(line["step"], line["prompt"]) for line in samples[:2]] == [(18, "the b"), (18, "")]
+    assert [(line["step"], line["prompt"]) for line in samples[:2]] == [(24, "the b"), (24, "")]
     assert all(set(line) == {"step", "prompt", "text", "time", "checkpoint"} for line in samples)
     text = "".join(generate(run / "checkpoints" / there[-1], "the b"))
     assert samples[0]["text"] == text != ""

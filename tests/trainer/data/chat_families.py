@@ -1,8 +1,13 @@
 """Chat templates of several families, in words of our own, and a tokenizer for all of them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 from tokenizers import AddedToken, Regex, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
+from trainer.data.prepare import tokenise
 from trainer.data.prepare.chats import Chat, read_chat
 from trainer.data.tokenizer import train_bpe
 
@@ -99,3 +104,15 @@ def law(template, encoder, of):
         stable = stable and whole[: len(upto)] == upto
         one[1][same : len(upto)] = [True] * (len(upto) - same)
     return [one] if stable else each
+
+
+@contextmanager
+def without_workers() -> Iterator[None]:
+    """Chats are rendered in this process: workers import for a second."""
+
+    def run(jobs, workers):
+        return ((job.number, tokenise._tokenise_unit(job)) for job in jobs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenise, "_run", run)
+        yield
