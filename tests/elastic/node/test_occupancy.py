@@ -40,7 +40,7 @@ def another(folder, job="first"):
         os.waitpid(pid, 0)
 
 
-def test_the_second_launch_is_told_who_the_first_is(tmp_path):
+def test_the_second_launch_is_told_who_the_first_is(tmp_path, monkeypatch):
     with another(tmp_path) as pid:
         with pytest.raises(
             NodeDirectoryOccupiedError, match=rf"process {pid} on {os.uname().nodename}, since"
@@ -50,9 +50,10 @@ def test_the_second_launch_is_told_who_the_first_is(tmp_path):
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(NodeDirectoryOccupiedError):  # who is stopped is not dead
             NodeDirectoryHold(tmp_path, "second")
+    monkeypatch.setattr(occupancy, "BEAT_SECONDS", 10.0)
     started = time.monotonic()
     NodeDirectoryHold(tmp_path, "second").release()
-    assert time.monotonic() - started < 0.15, "the kernel says at once that it is dead"
+    assert time.monotonic() - started < 10, "the kernel says at once that it is dead"
     assert not (tmp_path / RECORD).exists()
 
 
@@ -95,8 +96,10 @@ def test_on_another_machine_a_record_that_changes_is_a_life(tmp_path, monkeypatc
     with another(tmp_path) as pid:
         monkeypatch.setattr(occupancy, "LOCK", "lock of that machine")
         monkeypatch.setattr(occupancy, "boot_id", lambda: "that machine")
-        with pytest.raises(NodeDirectoryOccupiedError, match=f"process {pid} on"):
-            NodeDirectoryHold(tmp_path, "second")
+        with monkeypatch.context() as patient:  # a busy machine may keep it from beating for long
+            patient.setattr(occupancy, "BEAT_SECONDS", 2.0)
+            with pytest.raises(NodeDirectoryOccupiedError, match=f"process {pid} on"):
+                NodeDirectoryHold(tmp_path, "second")
         os.kill(pid, signal.SIGSTOP)
         NodeDirectoryHold(tmp_path, "second").release()
 
