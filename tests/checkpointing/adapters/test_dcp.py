@@ -36,22 +36,21 @@ def whole(model):
     return [parameter.full_tensor().tolist() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ["one", "run/step-00000007"])
-def test_a_dcp_program_saves_and_loads_in_another_world(tmp_path, name):
-    at = tmp_path / name
+def test_a_dcp_program_saves_and_loads_in_another_world(tmp_path):
+    """By a name of one's own, and by that of a step in a run that goes on."""
+    names = tmp_path / "one", tmp_path / "run" / "step-00000007"
 
     def save(_rank):
         parts = build()
         train(*parts)
         model, optimizer = get_state_dict(parts[0], parts[1])
         state = {"model": model, "optimizer": optimizer, "schedule": parts[2], "n": {"step": 1}}
-        ours.save(state, checkpoint_id=at)
-        if at.parent == tmp_path / "run":
-            ours.save(state, checkpoint_id=at.with_name("step-00000008"))
+        for at in (*names, names[1].with_name("step-00000008")):
+            ours.save(state, checkpoint_id=at)
         train(*parts)
         return whole(parts[0]), parts[1].param_groups[0]["lr"]
 
-    def load(_rank):
+    def loaded(at):
         parts = build()
         train(*parts)  # other weights, and state for the optimizer
         train(*parts)
@@ -65,11 +64,12 @@ def test_a_dcp_program_saves_and_loads_in_another_world(tmp_path, name):
         return whole(parts[0]), parts[1].param_groups[0]["lr"], state["n"]["step"]
 
     (weights, rate), _ = run_ranks(2, save, tmp_path / "ranks")
-    for found, loaded_rate, step in run_ranks(3, load, tmp_path / "ranks"):
-        assert step == 1
-        assert loaded_rate == rate
-        for one, other in zip(found, weights, strict=True):
-            assert torch.allclose(torch.tensor(one), torch.tensor(other), atol=1e-6)
+    for of_names in run_ranks(3, lambda _: [*map(loaded, names)], tmp_path / "ranks"):
+        for found, loaded_rate, step in of_names:
+            assert step == 1
+            assert loaded_rate == rate
+            for one, other in zip(found, weights, strict=True):
+                assert torch.allclose(torch.tensor(one), torch.tensor(other), atol=1e-6)
 
 
 def test_one_writer_serves_all_names_and_a_save_takes_the_place_of_the_one_before(tmp_path):

@@ -166,7 +166,7 @@ def test_a_pointer_to_nowhere_is_named_and_nobody_follows_it(run):
 def test_a_flipped_bit_anywhere_is_found(run):
     files = [path for path in (run / "step-00000002").rglob("*") if path.is_file()]
     choose = random.Random(0)
-    for path in files * (5 if SOAK else 2):
+    for path in files * (10 if SOAK else 1):
         whole = path.read_bytes()
         position = choose.randrange(len(whole))
         changed = bytearray(whole)

@@ -73,8 +73,9 @@ def run(tmp_path, model):
 # --- export ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", None])
-@pytest.mark.parametrize("limit", [10_000, 10**9])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [("bf16", 10_000), ("fp16", 10**9), ("fp32", 10_000), (None, 10**9)]
+)
 def test_transformers_opens_what_was_exported(run, model, tmp_path, dtype, limit):
     out = tmp_path / "deep" / "out"
     report = export(run, out, dtype=dtype, max_shard_bytes=limit)
