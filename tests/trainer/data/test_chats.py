@@ -394,7 +394,7 @@ for source in json.load(sys.stdin):
     try:
         source = template.ChatTemplateSource({"default": source}, {})
         print(len(template.ChatTemplate(source, None).marked([], None)))
-    except (DataError, template.RenderError) as error:
+    except (DataError, template.ChatTemplateError) as error:
         print(str(error).replace(chr(10), "LINE END"))
     sys.stdout.flush()
 """
