@@ -150,6 +150,11 @@ class WriterLink:
                 self._connection.send(msg.CallerGreeting("rank", self._rank))
                 return
             except (OSError, EOFError) as error:
+                if self._process and (code := self._process.poll()) is not None:
+                    raise WriterGoneError(
+                        f"the checkpoint writer process ended with code {code} as soon as it had "
+                        "started; see its error above"
+                    ) from error
                 if time.monotonic() > deadline:
                     raise WriterGoneError(
                         "the checkpoint writer process cannot be reached"

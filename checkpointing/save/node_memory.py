@@ -14,7 +14,7 @@ from checkpointing.format.plan import SavePlanInput, SectionNumbers
 from checkpointing.save import messages as msg
 from checkpointing.save.blocks import SaveNodePlan, plan_node
 from checkpointing.save.peers import Pull, copy_slot, write_manifest
-from checkpointing.save.serving import WriterEventLoop, give_way
+from checkpointing.save.serving import WriterEventLoop, give_way, start_thread
 from checkpointing.save.slots import (
     SaveSlotFiles,
     SaveSlots,
@@ -114,7 +114,7 @@ class SaveNodeMemory:
                 slot.touch(ranges)
             collect_memory(self._directory)
 
-        threading.Thread(target=work).start()
+        start_thread(threading.Thread(target=work).start)
 
     def _write_headers(self, plan: SaveNodePlan) -> None:
         for files in self.files:

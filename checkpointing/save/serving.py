@@ -53,7 +53,7 @@ class WriterEventLoop:
                 result = error
             self.put(lambda: done(result))
 
-        self._aside.submit(run)
+        start_thread(lambda: self._aside.submit(run))
 
     def run(self) -> None:
         """Run for ever. An unexpected exception ends the process, which a rank restarts."""
@@ -74,6 +74,20 @@ class WriterEventLoop:
         waits += [self._timers[0][0] - now] if self._timers else []
         with suppress(queue.Empty):
             self._inbox.get(timeout=min(waits, default=None))()
+
+
+def start_thread(start: Callable[[], object]) -> None:
+    """Call `start`, which starts a thread. If the system refuses the thread, end the process with
+    a line that says why: work that never runs would let ranks wait for their deadlines. A rank
+    restarts the process."""
+    try:
+        start()
+    except RuntimeError as error:
+        logger.error(  # noqa: TRY400  # the traceback would hide what to do
+            "the checkpoint writer process ends: %s; raise the limit of processes (ulimit -u, or "
+            "pids.max of the cgroup) or of memory (ulimit -v)", explain(error)
+        )  # fmt: skip
+        os._exit(1)  # sys.exit would end only this thread
 
 
 def give_way() -> None:
@@ -114,9 +128,9 @@ class WriterConnectionAcceptor:
                     logger.debug("lost a connection: %s", explain(error))
                     continue
                 who = connection, listener.last_accepted
-                threading.Thread(target=self._admit, args=who, daemon=True).start()
+                start_thread(threading.Thread(target=self._admit, args=who, daemon=True).start)
 
-        threading.Thread(target=accept, daemon=True).start()
+        start_thread(threading.Thread(target=accept, daemon=True).start)
 
     def _admit(self, connection: Connection, peer: object) -> None:
         caller: CallerGreeting

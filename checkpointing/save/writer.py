@@ -30,7 +30,13 @@ from checkpointing.save.coordinator import SaveCoordinator
 from checkpointing.save.messages import Manifest
 from checkpointing.save.node_memory import NewSlots, SaveNodeMemory, SaveSlotFilling
 from checkpointing.save.peers import SavePuller, serve_pulls
-from checkpointing.save.serving import WriterConnectionAcceptor, WriterEventLoop, give_way, send
+from checkpointing.save.serving import (
+    WriterConnectionAcceptor,
+    WriterEventLoop,
+    give_way,
+    send,
+    start_thread,
+)
 from checkpointing.storage.place import location
 from checkpointing.storage.steps import storage_of
 from checkpointing.wire import unpack
@@ -306,7 +312,7 @@ class Writer:
             # counters and connections belong to the loop's thread
             self.loop.put(lambda: answer(message))
 
-        self._threads.submit(run)
+        start_thread(lambda: self._threads.submit(run))
 
     # --- ranks -----------------------------------------------------------------------------------
 
@@ -318,7 +324,7 @@ class Writer:
                     self._addresses = addresses
                     self._pull = SavePuller(addresses, self.setup.secret)
                     if self.node:  # on node 0 the coordinator is in this process
-                        threading.Thread(target=self._join, daemon=True).start()
+                        start_thread(threading.Thread(target=self._join, daemon=True).start)
             case msg.WantSlots():
                 self._on_want_slots(rank, message)
             case msg.SaveRequest():

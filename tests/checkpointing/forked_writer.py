@@ -13,12 +13,12 @@ import traceback
 
 from checkpointing.save import link, writer
 
-_start_new = link.launch
+start_new = link.launch
 
 
 def launch() -> "subprocess.Popen[bytes] | ForkedWriter":
     """As link.launch. Faults are planted in new interpreters alone."""
-    return _start_new() if "WRITER_FAULTS" in os.environ else ForkedWriter()
+    return start_new() if "WRITER_FAULTS" in os.environ else ForkedWriter()
 
 
 class ForkedWriter:

@@ -2,6 +2,7 @@
 make of each other in orders that real processes seldom meet."""
 
 import os
+import resource
 import socket
 import threading
 import time
@@ -18,9 +19,11 @@ from checkpointing.options import CheckpointOptions
 from checkpointing.save import messages as msg
 from checkpointing.save import serving
 from checkpointing.save.channel import SaveChannelError, call
+from checkpointing.save.link import WriterGoneError, WriterLink
 from checkpointing.save.messages import SlotInUse
 from checkpointing.save.peers import SavePuller
 from checkpointing.save.writer import ALONE_SECONDS, Writer
+from tests.checkpointing.forked_writer import start_new
 
 
 class Peer:
@@ -169,3 +172,21 @@ def test_a_thread_of_a_run_at_a_lower_priority_keeps_it():
 
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(priority).result() == 15
+
+
+def test_a_writer_that_gets_no_threads_ends_at_once_and_says_why(tmp_path, capfd):
+    setup = msg.WriterSetup(
+        os.getpid(), 0, ((0,),), str(tmp_path), "run", CheckpointOptions(), f"\0{tmp_path}", "", 0,
+        b"1",
+    )  # fmt: skip
+    process = start_new()
+    link = WriterLink(setup, 0, process)
+    link.start()
+    # From now on no stack of a thread fits (8 MiB).
+    pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + (2 << 20)
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (most, most))
+    with pytest.raises(WriterGoneError, match="ended with code 1 as soon as it had started"):
+        link.connect()
+    link.end(1)
+    assert "can't start new thread; raise the limit of processes" in capfd.readouterr().err
