@@ -83,7 +83,7 @@ def start_thread(start: Callable[[], object]) -> None:
     try:
         start()
     except RuntimeError as error:
-        logger.error(  # noqa: TRY400  # the traceback would hide what to do
+        logger.error(  # without the traceback, which would hide what to do
             "the checkpoint writer process ends: %s; raise the limit of processes (ulimit -u, or "
             "pids.max of the cgroup) or of memory (ulimit -v)", explain(error)
         )  # fmt: skip

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED
-from trainer.cli.parser import Commands, add_command, add_recipe, local_path
+from trainer.cli.parser import Commands, add_command, add_recipe, local_path, require_file
 from trainer.recipe import RecipeError
 from trainer.recipe.yaml_tree import Origins, listed, read_tree
 
@@ -53,6 +53,7 @@ def _chaos(arguments: argparse.Namespace) -> int:
     from lab.chaos.plan import random_pairs, read_plan
     from lab.container import network_possible
 
+    require_file(arguments.recipe)
     path, partitions = arguments.plan, network_possible()
     if [path, arguments.faults, arguments.pairs].count(None) != 2:
         raise RecipeError("perdure chaos: give one of --plan FILE, --faults N and --pairs N")

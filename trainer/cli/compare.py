@@ -5,7 +5,15 @@ import os
 from pathlib import Path
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
-from trainer.cli.parser import Commands, add_command, add_recipe, at_least, local_path, local_run
+from trainer.cli.parser import (
+    Commands,
+    add_command,
+    add_recipe,
+    at_least,
+    local_path,
+    local_run,
+    require_file,
+)
 from trainer.recipe import load_recipe
 
 COMPARE_EXAMPLES = """\
@@ -50,6 +58,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     from trainer.tools.compare.comparison_report import conditions, parts_table, table, write_report
     from trainer.tools.torchrun import stop_on_sigterm
 
+    require_file(arguments.recipe)
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     names = arguments.strategies.split(",") if arguments.strategies else DEFAULT
     ranks = arguments.nproc or default_ranks(recipe.run.device)

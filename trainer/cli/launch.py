@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from elastic.exits import EXIT_DONE
-from trainer.cli.parser import Commands, add_command, add_recipe, at_least, local_path, write_new
+from trainer.cli.parser import (
+    Commands,
+    add_command,
+    add_recipe,
+    at_least,
+    local_path,
+    require_file,
+    write_new,
+)
 from trainer.recipe import RecipeError, load_recipe
 
 if TYPE_CHECKING:
@@ -125,6 +133,7 @@ def _gpus(text: str) -> tuple[int, str]:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
+    require_file(arguments.recipe)
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     from trainer.tools import launch_files
 

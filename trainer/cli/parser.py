@@ -110,6 +110,16 @@ def local_run(text: str) -> Path:
     return Path(text.rstrip("/"))
 
 
+def require_file(recipe: str) -> None:
+    """Raise RecipeError for a recipe from a pipe or standard input, which can be read only once.
+    For commands that start processes which read the recipe again."""
+    if recipe.startswith(("/dev/stdin", "/dev/fd/", "/proc/")) or Path(recipe).is_fifo():
+        raise RecipeError(
+            f"{recipe}: the recipe is read again whenever a rank starts, and this can be read only "
+            "once; write it to a file, and name that"
+        )
+
+
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="recipe overrides")

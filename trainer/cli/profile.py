@@ -15,6 +15,7 @@ from trainer.cli.parser import (
     at_least,
     local_path,
     local_run,
+    require_file,
     write_output,
 )
 from trainer.recipe import Recipe, RecipeError, load_recipe
@@ -67,6 +68,7 @@ def short_run(recipe: Recipe, out: Path, steps: int) -> list[str]:
 def _profile(arguments: argparse.Namespace) -> int:
     from trainer.run.trace_summary import DIRECTORY, read_trace, summary
 
+    require_file(arguments.recipe)
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     out = arguments.out or Path(f"{local_run(recipe.run.dir)}-profile")
     if out.exists():

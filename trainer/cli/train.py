@@ -20,7 +20,7 @@ from elastic.group.job_secret import SECRET_FILE
 from elastic.group.membership import MembershipLimits
 from elastic.node.zygote import start_early
 from elastic.process import usable_cores
-from trainer.cli.parser import Commands, add_command, add_recipe
+from trainer.cli.parser import Commands, add_command, add_recipe, require_file
 from trainer.recipe import RecipeError, dump_recipe, load_recipe
 
 TRAIN_EXAMPLES = """\
@@ -74,6 +74,8 @@ def _train(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if arguments.secret:
         os.environ[SECRET_FILE] = arguments.secret
+    if not arguments.dry_run:
+        require_file(arguments.recipe)
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
         print(dump_recipe(recipe), end="", flush=True)

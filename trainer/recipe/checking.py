@@ -3,7 +3,7 @@
 import copy
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -35,6 +35,13 @@ def checked(
     replaced by a value if they are required, so that the remaining keys can be checked. None if
     even this copy cannot be built."""
     tree = copy.deepcopy(tree)
+    for path, value in list(_booleans(tree, ())):
+        # pydantic would take them for 1 and 0, so that `evaluate_every: true` is every step.
+        if _is_number(kind, path):
+            what = f"must be a number, but it is {str(value).lower()}"
+            problems.append(Problem(origin_of(path, origins, file), path, what))
+            wrong.add(path)
+            _repair_key(kind, tree, path, missing=False)
     # Several rounds, because a repaired key may uncover errors below it. Only errors of the first
     # round are reported: the repair itself may cause others.
     for attempt in range(4):
@@ -61,6 +68,22 @@ def checked(
     return None
 
 
+def _booleans(tree: Any, path: Key) -> Iterator[tuple[Key, bool]]:
+    """Yield (key, value) of all booleans in a tree of plain values."""
+    if isinstance(tree, bool):
+        yield path, tree
+    elif isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _booleans(value, (*path, key))
+
+
+def _is_number(kind: type, path: Key) -> bool:
+    """Return whether the key at `path` takes numbers, and no booleans."""
+    schema = _schema_at(kind, path)[0]
+    types = {option.get("type") for option in (schema, *schema.get("anyOf", ()))}
+    return bool(types & {"integer", "number"}) and "boolean" not in types
+
+
 def _repair_key(kind: type, tree: dict[str, Any], path: Key, missing: bool) -> None:
     """Remove a wrong key from a tree; set a missing key to a value of its type."""
     here: Any = tree
@@ -77,6 +100,7 @@ def _repair_key(kind: type, tree: dict[str, Any], path: Key, missing: bool) -> N
 
 
 _MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
+_SECTION = ("dataclass_type", "dict_type")
 _UNKNOWN = "unexpected_keyword_argument"
 _LEFT_OUT = dict.fromkeys(
     ("dora", "use_dora"), "DoRA is not supported; remove it, or take LoRA with rslora: true"
@@ -116,6 +140,8 @@ def _explain(kind: type, problem: ErrorDetails, path: Key) -> str:
     shown = shown if len(shown) < 80 else shown[:77] + "..."
     if problem["type"] == "finite_number":
         return f"must be a finite number, but it is {shown}"
+    if problem["type"] in _SECTION:
+        return f"must be a section of `key: value` lines, but it is {shown}"
     if problem["type"] in _BOUNDS:
         words, bound = _BOUNDS[problem["type"]]
         return f"must be {words} {problem['ctx'][bound]:g}, but it is {shown}"

@@ -109,6 +109,11 @@ def wrong_paths(recipe: "Recipe") -> Iterator[tuple[str, str]]:
     for key, path in places.items():
         if path and (what := no_place(path)):
             yield key, what
+    for key, path in (paths | places).items():
+        if path and path.startswith("~/"):
+            yield key, f"{path!r}: only a shell expands ~; write ${{HOME}}{path[1:]}"
+    if not recipe.run.dir.strip():
+        yield "run.dir", "is empty; name a directory for the files of the run"
 
 
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}

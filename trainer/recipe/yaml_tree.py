@@ -255,8 +255,17 @@ def apply_override(tree: dict[str, Any], override: str, origins: Origins) -> lis
     return problems
 
 
+_CURES = {
+    r"'\t'": "a tab cannot indent a line; write spaces",
+    "another document": "a second document begins here; remove this line `---` and all below",
+    "<block end>": "the indentation does not fit the lines above; align keys of one section",
+}
+"""Words in an error of PyYAML → what is wrong, and what to do."""
+
+
 def _problem(error: yaml.YAMLError) -> str:
-    return one_line(getattr(error, "problem", None) or error)
+    text = one_line(getattr(error, "problem", None) or error)
+    return next((cure for words, cure in _CURES.items() if words in text), text)
 
 
 def _shown(text: str) -> str:

@@ -44,6 +44,13 @@ def perdure(monkeypatch, capsys, *arguments):
     return stop.value.code, capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["train"], ["compare"], ["chaos", "--faults", "1"]])
+def test_ranks_cannot_read_a_recipe_from_a_pipe_again(monkeypatch, capsys, command):
+    code, error = perdure(monkeypatch, capsys, *command, "/dev/stdin")
+    assert code == 2
+    assert "/dev/stdin: the recipe is read again whenever a rank starts" in error
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -25,6 +25,9 @@ HOSTILE = {
     "a tagged time": ("run: {dir: !!timestamp x}", "is no value"),
     "a list for a key": ("? &a [*a]\n: 1", "a key must be a word"),
     "a NUL": ("run: \0", "not valid YAML"),
+    "a tab": ("run:\n\tdir: x", "2: not valid YAML: a tab cannot indent a line; write spaces"),
+    "two documents": ("a: 1\n---\nb: 1", "2: not valid YAML: a second document begins here"),
+    "a shifted line": ("run:\n  a: 1\n b: 1", "3: not valid YAML: the indentation does not fit"),
     "size": ("#" * 300_000, "larger than 256 KiB"),
 }
 
