@@ -96,6 +96,8 @@ def join_world(
     """Join the process group that torchrun prepared. Called on all ranks. The default group carries
     CUDA tensors over NCCL and CPU tensors over gloo.
 
+    Raises RuntimeError if the process was forked from one that has used CUDA.
+
     Args:
         device: "cuda", "cpu", or "auto" for CUDA where there is a GPU.
         timeout_seconds: seconds that a collective waits for a missing rank.
@@ -108,6 +110,12 @@ def join_world(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place, free = torch.device("cpu"), 0
     if device == "cuda":
+        if torch.cuda._is_in_bad_fork():
+            raise RuntimeError(
+                "an import has opened CUDA in the process that ranks are forked from, so that no "
+                "rank can use a GPU; find the module that calls torch.cuda, or makes a tensor on "
+                "a GPU, while it is imported, and move that into a function"
+            )
         place = torch.device("cuda", local_rank)
         torch.cuda.set_device(place)  # before other calls, which would open a context on GPU 0
         free = wait_until_freed(place, most_free)

@@ -265,3 +265,20 @@ def test_a_model_of_transformers_beside_torchao(workspace, start):
     environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     subprocess.run(command, cwd=workspace, env=environment, check=True)
     assert losses(workspace, "transformers").keys() == {*range(1, 7)}
+
+
+def test_an_import_that_opens_cuda_before_the_fork_is_named(workspace, tmp_path):
+    (tmp_path / "opener.py").write_text("import torch\n\ntorch.cuda.init()\n")
+    command = [
+        *(sys.executable, "-m", "trainer.cli", "train", "recipe.yaml", "--nproc-per-node", "1"),
+        *(*SHORT, "run.dir=opened", "run.device=cuda", "--max-restarts", "0"),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([python_path(ROOT), str(tmp_path)]),
+        "PERDURE_PRELOAD": "trainer.run.worker,opener",
+    }
+    done = subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True)
+    assert done.returncode
+    assert "an import has opened CUDA in the process that ranks are forked from" in done.stderr
+    assert "Cannot re-initialize CUDA" not in done.stderr
