@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import resource
 import signal
 import sys
 import time
@@ -34,6 +35,10 @@ Starting the same recipe again resumes from the newest checkpoint in run.dir.
 exit codes: 0 done; 2 wrong recipe or input; 75 left with state saved (requeue); 93 stopped for
 good (do not requeue); 130 Ctrl-C (once: state saved); 1 anything else
 """
+
+
+FEWEST_FILES = 256
+"""Open files that the launcher of a node must be allowed: 70 were open at once with two ranks."""
 
 
 def add_train_command(commands: Commands) -> None:
@@ -76,6 +81,7 @@ def _train(arguments: argparse.Namespace) -> int:
         os.environ[SECRET_FILE] = arguments.secret
     if not arguments.dry_run:
         require_file(arguments.recipe)
+        _raise_file_limit()
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
         print(dump_recipe(recipe), end="", flush=True)
@@ -104,6 +110,18 @@ def _train(arguments: argparse.Namespace) -> int:
         print(f"# checked for {nodes * ranks} rank(s): this recipe can start", file=sys.stderr)
         return 0
     return _launch(arguments, ranks)
+
+
+def _raise_file_limit() -> None:
+    """Let this process and its ranks open as many files as the system allows. Raises RecipeError
+    if these are too few: the run would wait without a message."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= most < FEWEST_FILES:  # -1: unlimited
+        raise RecipeError(
+            f"this process may open {most} files, and a run needs {FEWEST_FILES} or more; raise "
+            "the limit: ulimit -Hn 65536, or nofile in /etc/security/limits.conf"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _launch(arguments: argparse.Namespace, ranks: int) -> int:

@@ -3,17 +3,22 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.support import python_path
 from tests.distributed.jobs import RECIPE, Job
 from trainer.cli import main as cli
 from trainer.cli import train
 from trainer.data.prepare.prepare import prepare
 from trainer.facts import facts
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +47,17 @@ def perdure(monkeypatch, capsys, *arguments):
     with pytest.raises(SystemExit) as stop:
         cli.main()
     return stop.value.code, capsys.readouterr().err
+
+
+def test_too_few_open_files_end_a_run_before_it_begins(folder):
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -n 255; exec "$@"', "-", sys.executable, "-m", "trainer.cli", "train",
+         "recipe.yaml"],
+        env={**os.environ, "PYTHONPATH": python_path(ROOT)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "this process may open 255 files, and a run needs 256 or more" in done.stderr
 
 
 @pytest.mark.parametrize("command", [["train"], ["compare"], ["chaos", "--faults", "1"]])
