@@ -39,7 +39,7 @@ def checked(
         # pydantic would take them for 1 and 0, so that `evaluate_every: true` is every step.
         if _is_number(kind, path):
             what = f"must be a number, but it is {str(value).lower()}"
-            problems.append(Problem(origin_of(path, origins, file), path, what))
+            problems.append(RecipeProblem(origin_of(path, origins, file), path, what))
             wrong.add(path)
             _repair_key(kind, tree, path, missing=False)
     # Several rounds, because a repaired key may uncover errors below it. Only errors of the first
