@@ -79,6 +79,7 @@ ELSEWHERE = {
     "_get_collator_with_removed_columns", "_remove_unused_columns",  # of transformers' Trainer
     "_every_n_train_steps",  # of Lightning's ModelCheckpoint
     "_reset_state",  # of accelerate
+    "_config",  # of Azure's clients
 }  # fmt: skip
 """Names that are not torch's."""
 
