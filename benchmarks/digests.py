@@ -14,7 +14,7 @@ from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 from benchmarks.support import arguments, heading, print_table, spread, write_json
-from checkpointing.format.bits import digest_and_finite
+from checkpointing.format.digests import digest_and_finite
 
 COLUMNS = 1024
 

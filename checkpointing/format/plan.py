@@ -459,7 +459,7 @@ class SectionNumbers:
     """Digests and non-finite tensors of a step or of a part of it. Summaries can be added."""
 
     weights: int = 0
-    """Digest of the model's tensors; see bits.py [Note: digest]."""
+    """Digest of the model's tensors; see digests.py [Note: digest]."""
     moments: int = 0
     """Digest of the optimizer's tensors."""
     bad: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpointing.errors import DamagedCheckpoint, StorageError
-from checkpointing.format.crc import ONLY, CrcBlockSums
+from checkpointing.format.digests import ONLY, CrcBlockSums
 from checkpointing.format.layout import BLOCK_BYTES
 from checkpointing.format.plan import Nodes, TensorSpec, extents_of, local_boxes, merged, not_finite
 from checkpointing.format.tensors import TORCH_DTYPES

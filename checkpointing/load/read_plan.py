@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from checkpointing.format.crc import CrcReader
+from checkpointing.format.digests import CrcReader
 from checkpointing.format.layout import DTYPE_BYTES, FileRecord, StoredTensor, TensorMeta
 from checkpointing.format.plan import (
     Nodes,

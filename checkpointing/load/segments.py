@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpointing.errors import DamagedCheckpoint, reading
-from checkpointing.format.bits import is_finite
-from checkpointing.format.crc import CrcBlockSums, CrcReader
+from checkpointing.format.digests import CrcBlockSums, CrcReader, is_finite
 from checkpointing.format.layout import FileRecord, StoredTensor
 from checkpointing.format.plan import TensorBox
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor

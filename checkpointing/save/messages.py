@@ -134,7 +134,7 @@ class SaveOutcome:
     memory_only: bool = False
     """Whether the step was saved only to memory."""
     weights: str = ""
-    """Digest of the model's tensors, 16 hexadecimal digits; see bits.py [Note: digest]."""
+    """Digest of the model's tensors, 16 hexadecimal digits; see digests.py [Note: digest]."""
     moments: str = ""
     """Digest of the optimizer's tensors, 16 hexadecimal digits."""
 

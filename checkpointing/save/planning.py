@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from checkpointing.format.bits import digest_and_finite
+from checkpointing.format.digests import digest_and_finite
 from checkpointing.format.layout import MODEL, LayoutSection
 from checkpointing.format.plan import (
     SavePlanInput,

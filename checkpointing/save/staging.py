@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from checkpointing.format.bits import digest_and_finite
+from checkpointing.format.digests import digest_and_finite
 from checkpointing.format.layout import DTYPE_BYTES, MODEL
 from checkpointing.format.plan import SectionNumbers, TensorBox, TensorPiece, extents_of
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor

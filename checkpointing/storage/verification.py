@@ -140,7 +140,7 @@ def _floats(step: StoragePlace, name: str) -> Sequence[tuple[str, StoredTensor]]
     """Returns (name, tensor) for tensors of a file whose dtype has NaN or infinity; empty if the
     header is damaged, which `_unloadable` reports."""
     # imported late, as numpy would slow the start of a writer process
-    from checkpointing.format.bits import may_be_infinite
+    from checkpointing.format.digests import may_be_infinite
 
     if not name.endswith(".safetensors"):
         return []
@@ -159,7 +159,7 @@ def _not_finite(
         return ()
     import numpy as np  # imported late, as it would slow the start of a writer process
 
-    from checkpointing.format.bits import is_finite
+    from checkpointing.format.digests import is_finite
 
     found = set()
     for name, at in tensors:

@@ -1,5 +1,5 @@
 """Digests of tensors in memory or in a checkpoint, equal to those in `SaveOutcome`; see
-format/bits.py."""
+format/digests.py."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from checkpointing.format.bits import digest_and_finite
+from checkpointing.format.digests import digest_and_finite
 from checkpointing.format.layout import DTYPE_BYTES, MODEL, OPTIMIZER, TensorMeta
 from checkpointing.format.plan import SectionNumbers, TensorPiece, by_section
 from checkpointing.format.tensors import as_bytes, box_view, local_tensor

@@ -19,7 +19,7 @@ from checkpointing import (
     TensorCheckpointer,
     load_model,
 )
-from checkpointing.format.bits import digest_and_finite
+from checkpointing.format.digests import digest_and_finite
 from checkpointing.format.plan import SectionNumbers
 from tests.checkpointing.worlds import STRATEGIES, run_ranks, spread, whole_state
 

@@ -23,7 +23,7 @@ from trainer.data.loader import TokenStream
 from trainer.data.prepare.prepare import prepare
 from trainer.data.shards import read_index
 from trainer.data.tokenizer import train_bpe
-from trainer.models.model_files import files_beside
+from trainer.models.hf import files_beside
 from trainer.tools.generate import generate
 
 

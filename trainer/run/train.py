@@ -12,11 +12,11 @@ from trainer.run.evaluate import RunValidator, pause_request
 from trainer.run.metrics import RunStartup
 from trainer.run.micro_batch import halving
 from trainer.run.profile import StepProfiler
-from trainer.run.replicas import check_replicas
 from trainer.run.saves import LAST_TRIES, RunSaves, finish_saves, pause, roll_back
 from trainer.run.speed import RunSpeedRecorder
 from trainer.run.state import Run
 from trainer.run.step import StepInputs, StepResult, train_step
+from trainer.run.witness import check_replicas
 from trainer.tasks.own_model import refusing_misfits
 
 

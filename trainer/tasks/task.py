@@ -18,7 +18,7 @@ from trainer.data.loader import TokenStream
 from trainer.data.sample_stream import SampleStream, count_of
 from trainer.data.shards import is_prepared, read_index
 from trainer.data.stream import Stream
-from trainer.models import Decoder, Family, model_files
+from trainer.models import Decoder, Family, hf
 from trainer.models.adapter import adapter_config
 from trainer.models.transformers_model import TextModel, TransformersModel
 from trainer.recipe import OptimizerSection, ParameterGroup, Recipe, RecipeError
@@ -127,7 +127,7 @@ def build_task(recipe: Recipe) -> Task:
     source = location(recipe.data.sources[0].path)
     start, ours = recipe.model.init_from, _family_and_sizes(text_model)
     begin = location(start) if start else None
-    files, notes = model_files.files_beside(begin, source, read_index(source), *ours)
+    files, notes = hf.files_beside(begin, source, read_index(source), *ours)
     further = {**_of_model(recipe, text_model), **_counting(stream)}
     flops = text_model.flops_per_token(recipe.data.seq_len)
     return Task(
@@ -202,11 +202,11 @@ def _completed(recipe: Recipe, model: TextModel, files: dict[str, bytes]) -> dic
     with an adapter adapter_config.json in place of config.json."""
     adapter, base = recipe.model.adapter, recipe.model.init_from
     if recipe.precision.master == "bf16_stochastic":
-        files = model_files.of_bf16(files)
+        files = hf.of_bf16(files)
     if adapter is None or base is None:
         return files
     # With config.json transformers would open an adapter as a whole model with random weights.
-    rest = {name: data for name, data in files.items() if name != model_files.CONFIG}
+    rest = {name: data for name, data in files.items() if name != hf.CONFIG}
     return {**rest, ADAPTER_CONFIG: adapter_config(model, adapter, base)}
 
 
@@ -235,8 +235,8 @@ def _build_on_samples(recipe: Recipe) -> Task:
             check_decoder_inputs(batch, model.vocab_size, multiple)
         blocks, values = list(model.blocks), _loss_values
         start = location(recipe.model.init_from) if recipe.model.init_from else None
-        files, notes = model_files.files_without_tokenizer(start, *_family_and_sizes(model))
-        if recipe.run.samples and model_files.TOKENIZER not in files:
+        files, notes = hf.files_without_tokenizer(start, *_family_and_sizes(model))
+        if recipe.run.samples and hf.TOKENIZER not in files:
             raise RecipeError(
                 "run.samples: needs a tokenizer, and data.factory has none; remove it, or start "
                 "from a model with a tokenizer.json (model.init_from)"

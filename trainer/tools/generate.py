@@ -14,14 +14,13 @@ from checkpointing.errors import CheckpointError, StorageError, WrongModel
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
 from checkpointing.format.untrusted import printable
 from checkpointing.storage.source import open_source
-from checkpointing.tools.merge import MergedAdapter, open_adapter
+from checkpointing.tools.convert import MergedAdapter, open_adapter
 from elastic.node.files import read_bytes
 from trainer.data.shards import DataError
 from trainer.data.tokenizer import read_tokenizer, start_ids
 from trainer.models import Decoder, Family, read_config
 from trainer.models.family import find_family
-from trainer.models.hf import UnsupportedConfigError
-from trainer.models.model_files import CONFIG, GENERATION_CONFIG, stop_ids
+from trainer.models.hf import CONFIG, GENERATION_CONFIG, UnsupportedConfigError, stop_ids
 from trainer.models.parameter_names import apart, tie_again, ties_of
 from trainer.models.transformers_model import TextModel, build_theirs
 from trainer.run.identity import weights_digest

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from checkpointing.format import bits as looks
-from checkpointing.format.bits import digest_and_finite, is_finite
+from checkpointing.format import digests as looks
+from checkpointing.format.digests import digest_and_finite, is_finite
 from checkpointing.format.tensors import TORCH_DTYPES
 
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpointing import DamagedCheckpoint, StorageError
-from checkpointing.format.crc import CrcBlockSums, CrcReader
+from checkpointing.format.digests import CrcBlockSums, CrcReader
 from checkpointing.format.layout import MODEL, FileRecord, TensorMeta, lay_out
 from checkpointing.format.plan import local_boxes, merged
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes

@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from checkpointing import CheckpointError
 from trainer.models import Decoder, ModelConfigError, read_config
-from trainer.models.model_files import files_without_tokenizer
+from trainer.models.hf import files_without_tokenizer
 from trainer.models.parameter_names import apart
 from trainer.tools.generate import empty_model, load_weights
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.checkpointing.worlds import run_ranks
-from trainer.run.replicas import check_replicas, diverged_ranks
+from trainer.run.witness import check_replicas, diverged_ranks
 
 
 def work(rank):
