@@ -58,7 +58,7 @@ from trainer.tools.doctor import buckets
 from trainer.tools.mirror import local_runs
 from trainer.tools.report.report import read_metrics
 from trainer.tools.run_samples import continue_prompts
-from trainer.tools.seeing.run_files import read_samples
+from trainer.tools.seeing.metric_columns import read_samples
 
 SAVED = ("run.steps=4", "schedule.warmup_steps=1", "run.log_every=1")
 SAVED += ("checkpoint.every=2", "checkpoint.when_busy=wait")
