@@ -169,10 +169,10 @@ def test_a_process_that_has_set_values_ends_well_at_any_moment(host):
     program = (
         "import sys, time; from functools import partial; import torch.distributed as dist\n"
         "from elastic.group import sealed; sealed.FIRST_LOOK_SECONDS = sealed.LOOK_SECONDS = 0.0\n"
-        "from elastic.group.job_secret import Secret\n"
+        "from elastic.group.job_secret import JobSecret\n"
         "connect = partial(dist.TCPStore, '127.0.0.1', int(sys.argv[1]), is_master=False)\n"
         "sealed.MAX_LOOK_SECONDS = 0.0\n"
-        "store = sealed.SealedStore(connect, Secret(b'x'), 'generation 0')\n"
+        "store = sealed.SealedStore(connect, JobSecret(b'x'), 'generation 0')\n"
         "[store.set(f'{n}', b'x') for n in range(20)]; time.sleep(0.1)\n"
     )
     done = subprocess.run(
