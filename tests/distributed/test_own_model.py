@@ -17,9 +17,9 @@ import time
 import torch
 from torch import nn
 
-from checkpointing.save.staging import Staging
+from checkpointing.save.staging import SaveStaging
 
-copy = Staging._copy
+copy = SaveStaging._copy
 
 def copy_late(self, *arguments):
     """After the next forward pass."""
@@ -48,7 +48,7 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 def build():
-    Staging._copy = copy_late
+    SaveStaging._copy = copy_late
     torch.tril(torch.ones(2048, 2048))  # a process that has run threads cannot be forked
     return Model()
 
