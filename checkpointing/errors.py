@@ -3,7 +3,7 @@
 CheckpointError
 ├── WrongModel         stop: the checkpoint is of another model, and so are older checkpoints
 ├── DamagedCheckpoint  load the previous checkpoint; raised to callers if there is none
-│   └── UnreadableCheckpoint  likewise, and delete nothing: storage may recover
+│   └── UnreadableCheckpoint  likewise, and delete nothing: it may be readable later
 ├── StorageError       stop: checkpoints cannot be read here (permissions, a later format, …)
 └── SaveFailed         continue training: this save is lost, earlier checkpoints are untouched"""
 

@@ -219,8 +219,8 @@ class TensorCheckpointer:
         before: Mapping[str, bytes] | None = None,
     ) -> bool:
         """Begin to save. Returns as soon as the copy has begun; `outcomes` reports the result.
-        Returns False, on all ranks, if the step is not saved, as an earlier save is running or a
-        writer is gone; then `outcomes` has the reason.
+        Returns False, on all ranks, if the step is not saved, as an earlier save is running, or a
+        writer is gone or cannot make room; then `outcomes` has the reason.
 
         Args:
             model: tensors by Hugging Face's names, in module order: plain tensors, equal on all
@@ -231,7 +231,8 @@ class TensorCheckpointer:
                 Those of rank 0 are saved.
             wait: wait for an earlier save that is still running, whatever `options.when_busy` says.
             memory_only: only copy to memory, for a restart. Such a save has no outcome, and is
-                skipped without a message while another save runs.
+                skipped without a message while another save runs, or if this process's end would
+                free the memory.
             finite: names in `model` of tensors that must not hold NaN or infinity; then all of
                 `optimizer` must not, either. Else the save fails, and no restart uses its copy.
                 None: do not check.

@@ -108,7 +108,7 @@ def _chunks(
     step = max(1, CHUNK_BYTES * len(data) // data.nbytes)
     for start in range(0, len(data), step):
         part, at = data[start : start + step], first + start * strides[0]
-        if part.ndim > 2 and part.nbytes > CHUNK_BYTES:  # the step is 1, so len(part) is 1
+        if part.ndim > 2 and part.nbytes > CHUNK_BYTES:  # one index of dim 0 exceeds CHUNK_BYTES
             yield from _chunks(part[0], at, strides[1:])
             continue
         rows = np.array([at], np.uint64)

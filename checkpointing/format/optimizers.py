@@ -384,7 +384,7 @@ class _Reader:
             return empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
         if shape == like.shape and not isinstance(like, DTensor):
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
-        # As in torch's load_state_dict: only fused and capturable updates read it on the device.
+        # As in torch: only fused and capturable updates read `step` on the device.
         host = key == "step" and not shape and not self.steps_on_device
         return torch.empty(shape, dtype=dtype, device="cpu" if host else like.device)
 

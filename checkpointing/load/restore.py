@@ -176,8 +176,8 @@ def after_leftover_slots(
         left = slots(run)
         return run, left, look() if left else None
 
-    # On one node a single exchange suffices. Rank 0 does all its work before it, while new ranks
-    # still build their model.
+    # One node needs a single exchange, before which rank 0 does its work, while new ranks still
+    # build their model.
     if len(ranks.nodes()) == 1:
         return ranks.on_main(on_this_node)
     run = ranks.on_main(lambda: token(directory) or "")

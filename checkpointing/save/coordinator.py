@@ -171,7 +171,7 @@ class SaveCoordinator:
                 self._on_failed(node, key, dropped, blocks)
             case msg.NodeCannotSave():
                 self._on_failed(node, message.key, message.failure, message.blocks)
-            case msg.NodeClosing():
+            case msg.WriterClosing():
                 self._closing.add(node)
                 self._maybe_closed()
             case _:
@@ -520,7 +520,7 @@ class SaveCoordinator:
         self._host.later(work, ended)
 
     def _maybe_closed(self) -> None:
-        """Let all nodes close once each has sent NodeClosing and no work is left."""
+        """Let all nodes close once each has sent WriterClosing and no work is left."""
         if self._save is not None or self._aside:
             return
         if self._closing and self._closing >= set(self._slots):

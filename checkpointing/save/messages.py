@@ -299,14 +299,14 @@ class NodeCannotSave:
 
 
 @dataclass(frozen=True)
-class NodeClosing:
+class WriterClosing:
     """All ranks of a node have sent RankClosing."""
 
 
 ToCoordinator = (
     SlotsReport | SaveRequest | RefuseSave | StagedReport
     | SlotRemembered | SlotComplete | PeerCopyEnded
-    | WriteReceipt | GrantDropped | NodeCannotSave | NodeClosing
+    | WriteReceipt | GrantDropped | NodeCannotSave | WriterClosing
 )  # fmt: skip
 
 
@@ -383,12 +383,12 @@ class AllClosed:
 
 
 @dataclass(frozen=True)
-class EndWriter:
+class ExitWriter:
     """Makes a writer exit if it is writing, because it blocks a save."""
 
 
 Answer = SaveAdmitted | SaveSkipped | SaveRefused
-ToNode = Answer | WriteGrant | StopWriting | CopySlot | SaveEnded | AllClosed | EndWriter
+ToNode = Answer | WriteGrant | StopWriting | CopySlot | SaveEnded | AllClosed | ExitWriter
 
 
 # --- from a writer to its ranks ------------------------------------------------------------------

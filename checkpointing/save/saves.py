@@ -239,7 +239,7 @@ class WriterClient:
         started: list[WriterLink] = []
 
         def start() -> tuple[str, int]:
-            # A stranger who can read the group's messages does not know the job's secret.
+            # A stranger may read `drawn` in the group's messages, but not the job's secret.
             known = job_secret() or b""
             secret = hashlib.blake2b(drawn, key=known, digest_size=32).digest()
             setup = msg.WriterSetup(
@@ -315,7 +315,8 @@ class WriterClient:
             link.interrupt()
 
     def abandon(self) -> None:
-        """Kill the node's writer process, even if it is working."""
+        """End the connection to the node's writer process. The rank that owns the process kills it,
+        even if it is working."""
         if self.link:
             self.link.kill()
             self.link.end(0)

@@ -114,7 +114,7 @@ class Writer:
         if node == self.node:
             self.loop.put(self._end)  # after the messages that are queued
         elif node in self._peers:
-            self.send(node, msg.EndWriter())
+            self.send(node, msg.ExitWriter())
             self._peers[node].shut()
 
     def _end(self) -> None:
@@ -234,7 +234,7 @@ class Writer:
                     self._send_to_ranks(message)
             case msg.AllClosed():
                 self._on_closed()
-            case msg.EndWriter():
+            case msg.ExitWriter():
                 if self._writing:
                     self._end()
             case _:
@@ -436,7 +436,7 @@ class Writer:
         # may use them.
         if set(self._closing) >= set(self._connected) and not self.memory.remembering:
             if self.coordinator or self._uplink:
-                self._to_coordinator(msg.NodeClosing())
+                self._to_coordinator(msg.WriterClosing())
             else:
                 self._on_closed()
 

@@ -85,7 +85,10 @@ class NewObjectStep:
         Raises StorageError if the step is committed, or another process here is writing it."""
         store = store_of(self.final)
         if store.find(self.final / COMMIT_RECORD) is not None:
-            raise StorageError(f"{self.final} is committed already")
+            raise StorageError(
+                f"{self.final}: another process has just committed this step; end one of the two "
+                "runs that write here"
+            )
         others = _markers(store.children(self.final.parent)).get(self.final.name, [])
         others = [marker for marker in others if marker != self.marker]
         for marker in others:

@@ -8,7 +8,8 @@ on that machine sees whether the owner still lives, even after its process id wa
 [Note: trust] A user who can write to a checkpoint directory can put a step there, whose weights
 would be trained on. So a run reads only steps of its own user, of root, and of the users that
 `checkpoint.trust` names. The rule belongs to the directory: a process that trains sets it once, and
-it applies to every read of a step below. Each part of a path is opened without following links, and
+it applies to every read of a step below. Each part of a path below the
+directory is opened without following links, and
 the owner of the open descriptor is checked, so that no file can be exchanged in between. A hard
 link, as backups make them, changes nothing: only trusted users can write to the folder of a trusted
 user's step, so nobody else can place a link there.

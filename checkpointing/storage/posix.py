@@ -262,8 +262,9 @@ _FLOCK = "hhqqi"
 
 @contextmanager
 def lock_file(directory: Path, *, make: bool) -> Iterator[int | None]:
-    """Yields a descriptor of the lock file of a checkpoint directory; None if this user cannot have
-    a private one. Readers cannot `make` it."""
+    """Yields a descriptor of the lock file of a checkpoint directory. None if the file is missing,
+    cannot be opened for writing, or is open to other users, who could hold its lock for ever.
+    `make`: create a missing file; readers may not."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT if make else 0)
     with ExitStack() as stack:
         descriptor = None

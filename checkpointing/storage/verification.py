@@ -83,7 +83,7 @@ def _of_trainer(step: StoragePlace) -> bool:
     infinity. Other loops may save any numbers."""
     try:
         return "recipe" in steps.step_state(steps.open_step(step))
-    except CheckpointError:  # `_verify_file` reports this error
+    except CheckpointError:  # `_verify_file` or `_unloadable` reports this error
         return False
 
 

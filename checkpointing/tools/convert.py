@@ -49,7 +49,7 @@ from checkpointing.tools.inspect import find_source, human_bytes
 PIECE_ELEMENTS = 1 << 20  # of a weight, merged at a time
 
 
-class MergedAdapter:
+class ExportedAdapter:
     """An adapter in its files. Raises DamagedCheckpoint, or StorageError if it is not of LoRA."""
 
     def __init__(self, source: StoredCheckpoint, reader: StoredTensorReader) -> None:
@@ -109,16 +109,16 @@ def _trained_over(source: StoredCheckpoint) -> dict[str, Any]:
 
 
 @contextmanager
-def open_adapter(source: StoredCheckpoint) -> Iterator[MergedAdapter]:
+def open_adapter(source: StoredCheckpoint) -> Iterator[ExportedAdapter]:
     with StoredTensorReader(source.path, source.records) as reader:
-        yield MergedAdapter(source, reader)
+        yield ExportedAdapter(source, reader)
 
 
 class MergedModel:
     """The tensors of a model with an adapter added. `published`: not to weights rounded to nf4."""
 
     def __init__(
-        self, base: StoredCheckpoint, adapter: MergedAdapter, *, published: bool = False
+        self, base: StoredCheckpoint, adapter: ExportedAdapter, *, published: bool = False
     ) -> None:
         self._stored, self._adapter = base.model, adapter
         self._under: Callable[[Tensor], Tensor] = Tensor.float if published else adapter.under

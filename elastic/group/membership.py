@@ -319,8 +319,8 @@ def heed_all(
     node after another, in time linear in their number."""
     state = leave(state, *(node for node, request in requests.items() if request.leaves))
     arriving = {node: request for node, request in requests.items() if not request.leaves}
-    # A node that is alone in the membership document begins a new job. So requests are applied one
-    # by one until the document has two nodes.
+    # Until the document has two nodes, a request may begin a new job or set the job's identity,
+    # on which later requests depend. So requests are applied one by one.
     while arriving and len(all_nodes(state)) < 2:
         node = next(iter(arriving))
         state = heed(state, node, arriving.pop(node), now)

@@ -82,7 +82,8 @@ def open_to_read(path: Path, *, follow: bool = False) -> int:
 
 def open_to_append(path: Path, trusted: Container[int] = ()) -> int:
     """Open a regular file of this user for appending, created if missing; returns the descriptor.
-    Anything else under this name is renamed. `trusted`: other users (uids) who may own the file.
+    Anything else under this name is renamed, and a file with further hard links is first replaced
+    by a copy. `trusted`: other users (uids) who may own the file.
     Raises OSError if that is not possible."""
     for _ in range(_ATTEMPTS):
         try:

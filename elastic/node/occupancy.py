@@ -32,7 +32,7 @@ RECORD, LOCK = "launch.json", "launch.lock"
 
 
 class NodeDirectoryOccupiedError(Exception):
-    """Another launch trains in the directory; the message names it."""
+    """Another launch trains in the directory; the message names it if it is known."""
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Memory shared between the ranks of a node and their agent: each rank reports its progress and the
-signals it received, the agent requests pauses. Reads and writes take no system call."""
+signals it received, the agent requests pauses and passes on the round's secret. Reads and writes
+take no system call."""
 
 import logging
 import mmap
@@ -87,7 +88,7 @@ class NodeProgressPage:
     def clear(self, local_rank: int) -> None:
         start = local_rank * _ENTRY
         self._map[start : start + _ENTRY] = bytes(_ENTRY)
-        # The time limit of the first phase counts from now.
+        # The time limit of phase PHASES[0] counts from now.
         struct.pack_into("d", self._map, start + _AT, time.monotonic())
 
     def request_pause(self, local_rank: int, *, leaving: bool) -> None:

@@ -92,10 +92,16 @@ def prepare_program(_: tuple[str, ...]) -> None:
 def run_program(program: list[str]) -> NoReturn:
     from elastic.world import leave_world
 
-    # Unbuffered, as torchrun starts programs with `python -u`.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(write_through=True)
+    # Unbuffered, as torchrun starts programs with `python -u`: text goes to the raw file, since
+    # `write_through` alone would leave it in the stream's buffer.
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and isinstance(stream.buffer, io.BufferedWriter):
+            stream.flush()
+            text = io.TextIOWrapper(
+                stream.buffer.raw, stream.encoding, stream.errors, write_through=True
+            )
+            setattr(sys, name, text)
     # Otherwise every fork would continue the zygote's random numbers.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()

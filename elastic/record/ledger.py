@@ -11,17 +11,17 @@ line has `after`: seconds since the attempt's start line, by a monotonic clock.
     step    {step, sequences: [first, after_last], seconds, loss?, norm?, skipped?: true, why?,
             consumed?}
     rollback  {step, to, source}: after `step` the weights of step `to` were loaded again
-    validation  {step, values: {name: mean}}
-    save    {step, ok, seconds, skipped, rollbacks, stall?, error?, weights?, moments?}
+    validation  {step, values: {name: mean, or null if not finite}}
+    save    {step, ok, seconds, skipped?, rollbacks?, stall?, error?, weights?, moments?}
     notice  {why, …}: a node was asked to leave
     event   {event: …, …}: any other event
-    end     {code, reason, step, skipped, rollbacks}
+    end     {code, reason, step, skipped?, rollbacks?}
 
 [Note: verdicts] `why` is the reason for which a step was skipped: "loss" or "norm" for a number
 that is not finite, "weights" for anything else. `loss` is null where it is not finite; `norm` is
 hexadecimal, as `float.fromhex` reads it. Both are exact. The counters `skipped` and `rollbacks` of
 a start come from the loaded state; the counters of a save or an end count up to its step. So a
-`skipped` that is added or removed later contradicts a number or a counter."""
+forged `skipped` contradicts a loss, a norm or a counter."""
 
 import json
 import math

@@ -82,8 +82,8 @@ class TokenWindows:
         return PackedSequence(row[:-1], labels, numbers, crc32(labels.data, crc32(row.data)))
 
     def documents_of(self, sample: int) -> NDArray[np.int64]:
-        """Index in the data set of each label's document, (T,). Raises DataError if a file is
-        damaged."""
+        """For each label of a sequence, the index of its document in the data set, (T,). Raises
+        DataError if a file is damaged."""
         # The label of a document's last token is the first token of the next document.
         return self._dataset.document_ids(sample * self._length + 1, self._length)
 

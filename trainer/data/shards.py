@@ -7,10 +7,10 @@ that read an object store raise StorageError if it does not answer, or denies ac
 ```
 index.json             written last; without it the directory is not a data set
 tokenizer.json         the tokenizer, for checkpoints and for `perdure generate`
-train-00000.tokens     ids, headerless little-endian uint16 or uint32; documents end in eos
+train-00000.tokens     ids, headerless little-endian uint16 or uint32; plain documents end in eos
 train-00000.ends       uint64, end of each document in the shard, in tokens
-train-00000.trained    chats only: one bit per token, lowest bit of a byte first: 1 if trained
-train-00000.records    uint32, for each document the line (row, value) of its record in its input
+train-00000.trained    chats and pairs: one bit per token, lowest bit of a byte first: 1 if trained
+train-00000.records    uint32, for each document the number, from 1, of its record in its input
                        file, from 1; absent in data sets of older versions
 train-00000.crc        uint32, CRC-32 of each 64 KiB of .tokens, to check ranges of it; absent in
                        data sets of older versions
@@ -474,7 +474,8 @@ def _compare_sizes(path: StoragePlace, found: int, expected: int) -> None:
 
 
 def detect_reader(directory: Path) -> Literal["mmap", "pread"]:
-    """Return pread for network filesystems, where each page fault is a round trip, else mmap."""
+    """Return pread for network and FUSE filesystems, where each page fault is a round trip, else
+    mmap."""
     kind = filesystem(directory)
     return "pread" if kind == "fuse" or is_shared(kind) else "mmap"
 

@@ -83,7 +83,7 @@ def choose_kernel(
     sinks: bool = False,
 ) -> AttentionKernel:
     """Choose the fastest installed kernel for attention on a GPU. Raises ValueError if the
-    requested way does not work.
+    requested way does not work. Without documents, window and sinks any way counts as "auto".
 
     Args:
         requested: `model.attention` of the recipe; all but "auto" use torch's own kernels.

@@ -87,8 +87,8 @@ def zeros_of(parameter: Tensor, part: _MomentPart) -> Tensor:
 
 
 def placed(local: Tensor, parameter: Tensor, block: int = 1) -> Tensor:
-    """Wrap a local tensor as a DTensor that is sharded like the parameter, unless that is no
-    DTensor. Its last dimension is `block` times shorter."""
+    """Wrap `local` as a DTensor that is sharded like the parameter; return it unchanged if the
+    parameter is no DTensor. The result's last dimension is the parameter's, divided by `block`."""
     if not isinstance(parameter, DTensor):
         return local
     spec = parameter._spec

@@ -134,10 +134,9 @@ threshold, for instance by clipping."""
 
 
 def is_elementwise(parameters: Mapping[str, nn.Parameter], build: Build) -> bool:
-    """Return whether an optimizer may update rows of parameters separately. Then in trials no
-    operation of a step reduces many numbers to fewer; small parameters and their state become the
-    same whether they are whole or cut; and state tensors have the parameter's shape or a single
-    element."""
+    """Return whether an optimizer may update rows of parameters separately. Steps are tried on
+    small random parameters, whole and cut in two: no operation may reduce many numbers to fewer,
+    both must give the same parameters and state, and state must lie as `_results_by_part` asks."""
     halves = [slice(0, 1), slice(1, None)]
     for scale in SCALES:
         watched = _DetectReductions()

@@ -34,7 +34,7 @@ DEPTH = 2
 
 @dataclass(frozen=True)
 class PlannedParameter:
-    """What is needed of a parameter to compute the sizes of its shards on dim 0."""
+    """What the plan needs of a parameter: size, shards on dim 0, optimizer state, gradient."""
 
     rows: int
     """Length of dim 0; 1 for a scalar."""

@@ -242,10 +242,10 @@ class PlanTape(PlanLiveTensors):
         experts: Iterable[nn.Module] = (),
         frozen_below: bool = False,
     ) -> None:
-        """Register hooks that record the next pass of a model, run by `backward_in_two` if
-        `in_two`. `keep_gradients`: see `trace`. `experts`: expert-parallel modules, whose gradients
-        FSDP reduces separately. `frozen_below`: whether the embedding is frozen, so that the input
-        of the first block would get no gradient."""
+        """Register hooks that record the next pass of a model. `in_two`: `backward_in_two` runs its
+        backward pass. `keep_gradients`: see `trace`. `experts`: expert-parallel modules, whose
+        gradients FSDP reduces separately. `frozen_below`: whether the embedding is frozen, so
+        that the input of the first block would get no gradient."""
         self._keeps_gradients = keep_gradients
         self._apart = in_two or frozen_below
         self._watch(list(blocks), in_two)

@@ -124,7 +124,7 @@ def traffic_of(
             updated = (PlannedCollective(payload, 1, *replicas, calls),)
         return _StepTraffic((), (), (PlannedCollective(payload, 2, *replicas, calls),), updated)
     compute, reduced = DTYPES[recipe.precision.dtype].itemsize, exact.reduced_bytes(recipe)
-    # The root stays gathered from pass to pass until gradients are reduced.
+    # The root is gathered once per reduction: passes without one leave it gathered.
     kept = passes if strategy.reduce_every_pass else 1
     often = gathering_passes(recipe, layout)
     roots = [shape for stage in stages for shape in stage.units[0]]

@@ -86,8 +86,9 @@ class RunSection:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSection:
-    """LoRA (Hu et al. 2021): the weights of `init_from` are frozen, and two small matrices A and B
-    beside each of its linear layers are trained. A layer then computes W x + alpha / rank · B A x.
+    """LoRA (Hu et al. 2021): the weights of `init_from` are frozen, but those in `also`. Beside
+    each linear layer of the blocks that `targets` names, two small matrices A and B are trained.
+    Such a layer computes W x + alpha / rank · B A x.
     See docs/fine_tuning.md."""
 
     rank: Positive = 16

@@ -246,7 +246,8 @@ def _sources() -> Iterator[bytes]:
 
 
 def _module_source(name: str) -> Iterator[bytes]:
-    """Return a user's module without importing it, because an import may initialize CUDA."""
+    """Yield the contents of the files that may be a user's module. They are not imported, because
+    an import may initialize CUDA."""
     look_here_too()
     package, *rest = name.split(".")
     spec = find_spec(package)
@@ -263,8 +264,9 @@ def _folders(package: str) -> Sequence[Path]:
 
 
 def weights_digest(directory: StoragePlace) -> str:
-    """Return a digest of the weights in a directory or bucket, from samples of them. Raises
-    DamagedCheckpoint or StorageError if there are no readable weights."""
+    """Return a digest that tells the weights in a directory or bucket from others: of config.json
+    and the commit record, or, without that record, of samples of the weights. Raises
+    DamagedCheckpoint or StorageError if these cannot be read."""
     return _digest(_weights(directory))
 
 

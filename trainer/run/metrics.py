@@ -238,7 +238,7 @@ class RunLog:
     def save(
         self, step: int, outcome: SaveOutcome, *, known: bool = False, stall: float | None = None
     ) -> None:
-        """Report how a save ended, in `step`, which is later than the saved step.
+        """Report how a save ended. `step`: the present step, which is later than the saved one.
 
         Args:
             known: whether the console already shows the failure of this save.

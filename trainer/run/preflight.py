@@ -393,8 +393,8 @@ def _check_writable(recipe: Recipe) -> None:
 def _check_prometheus(file: Path) -> None:
     if not (file.parent.is_dir() and os.access(file.parent, os.W_OK | os.X_OK)):
         raise RecipeError(
-            f"tracking.prometheus: no file can be written in {file.parent.absolute()}; name the "
-            "directory that the node exporter reads, and mend its permissions"
+            f"tracking.prometheus: no file can be written in {file.parent.absolute()}; name a file "
+            "in the directory that the node exporter reads, and make that directory writable"
         )
 
 

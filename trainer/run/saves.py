@@ -1,4 +1,5 @@
-"""Checkpoints of a run: which one it resumes from, when it saves, and how each save ended."""
+"""Checkpoints of a run: which weights it begins with, when it saves, how each save ended, and
+roll-backs."""
 
 import logging
 import math

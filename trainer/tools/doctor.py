@@ -303,7 +303,8 @@ def _remote(recipe: Recipe) -> dict[str, ObjectPath]:
 
 
 def buckets(recipe: Recipe) -> Iterator[_MachineFinding]:
-    """Check that this machine has access to what a recipe names in object stores. Reads only."""
+    """Check that this machine may list the places in object stores that a recipe names. They may
+    be empty; whether they can be written is not checked."""
     for key, place in _remote(recipe).items():
         try:
             store_of(place).children(place)

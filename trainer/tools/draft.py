@@ -46,7 +46,7 @@ def draft(model: str, data: str, gpus: str, nodes: int, file: str) -> str:
     dtype, machine = "fp32", None
     if not cpu:
         machine = describe_machine(gpus, nodes, dtype := "bf16")
-        if not machine.gpu.flash_attention:  # such a GPU also cannot multiply bf16
+        if not machine.gpu.flash_attention:  # such a GPU has no tensor cores for bf16
             machine = describe_machine(gpus, nodes, dtype := "fp16")
     tokens, longest = index["splits"]["train"]["tokens"], template["longest"]
     vocabulary = index["vocab_size"]

@@ -14,7 +14,7 @@ from checkpointing.errors import CheckpointError, StorageError, WrongModel
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
 from checkpointing.format.untrusted import printable
 from checkpointing.storage.source import open_source
-from checkpointing.tools.convert import MergedAdapter, open_adapter
+from checkpointing.tools.convert import ExportedAdapter, open_adapter
 from elastic.node.files import read_bytes
 from trainer.data.shards import DataError
 from trainer.data.tokenizer import read_tokenizer, start_ids
@@ -240,7 +240,7 @@ def base_of(directory: Path, given: Path | None = None) -> Path:
 
 
 @torch.no_grad()
-def _merge(model: TextModel, adapter: MergedAdapter) -> None:
+def _merge(model: TextModel, adapter: ExportedAdapter) -> None:
     """Merge an adapter into the weights of a model, in place, in float32."""
     named = dict(model.named_parameters())
     for name in (*adapter.pairs, *adapter.whole):

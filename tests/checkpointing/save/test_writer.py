@@ -55,7 +55,7 @@ def test_ranks_that_close_are_let_go_when_the_coordinator_is_lost(tmp_path):
     assert not ranks[1].told, "one of them may still save"
     writer.joined(uplink)
     writer.on_rank(2, msg.RankClosing(False))
-    assert uplink.told == [msg.NodeClosing()]
+    assert uplink.told == [msg.WriterClosing()]
     assert not ranks[1].told, "the coordinator may need this node"
     writer.lost_coordinator()
     assert ranks[1].told == ranks[2].told == [msg.AllClosed()]

@@ -351,8 +351,8 @@ def _values(cells: Iterable[Any]) -> Iterator[Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove null keys from objects: a table has one schema for all rows, and fills missing keys
-    with null."""
+    """Remove keys whose value is null: a table gives all rows the same keys, and fills missing
+    ones with null."""
     if isinstance(value, dict):
         return {k: _without_nulls(item) for k, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

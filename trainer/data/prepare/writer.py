@@ -69,7 +69,7 @@ def write_data_set(
     """Write a prepared data set, index.json last, and return the index. See `write_shards` too.
 
     Args:
-        parts: parts of each split.
+        parts: split → its parts, see `write_shards`.
         vocab_size: largest id plus one.
         start_ids: tokens that begin a document.
         tokenizer: contents of tokenizer.json.

@@ -18,8 +18,7 @@ MODEL_PARALLEL: tuple[StrategyDimension, ...] = (tp, pp, cp, ep)
 
 
 def dividing(*kinds: Divided) -> list[StrategyDimension]:
-    """Return the modules of model parallelism that divide parts of these kinds, in the order of
-    `kinds`."""
+    """Return those of tp, pp, cp and ep whose DIVIDES is among `kinds`, in the order of `kinds`."""
     return [module for kind in kinds for module in MODEL_PARALLEL if kind == module.DIVIDES]
 
 

@@ -36,9 +36,9 @@ class SeenLedger:
         return self._reader.read(forks=threading.active_count() == 1)
 
     def silent_seconds(self) -> float:
-        """Return the time since the ledger was last written. Clocks of two machines are never
-        compared: the first call asks the filesystem for the time, and later calls count from the
-        last call that found the file changed."""
+        """Return the time since the ledger was last written. Clocks of two machines may differ, so
+        the first call asks the filesystem for the time, if a file can be created there. Later calls
+        count from the last call that found the file changed."""
         path = self._reader.path
         with suppress(OSError):
             status = os.stat(path)
