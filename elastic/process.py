@@ -202,6 +202,19 @@ def plain_text(error: object) -> str:
     return re.sub(r"\. This is typically caused by .*", "", text)
 
 
+def unbuffer_output() -> None:
+    """Let standard output and error write at once, as under `python -u`."""
+    for name in STREAM_NAMES:
+        stream = getattr(sys, name)
+        # `write_through` alone would leave text in the binary buffer.
+        if isinstance(stream, io.TextIOWrapper) and isinstance(stream.buffer, io.BufferedWriter):
+            stream.flush()
+            raw = stream.buffer.raw
+            setattr(
+                sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, write_through=True)
+            )
+
+
 def lost_output() -> str:
     """Returns which streams of this process dropped output, and why; empty: none did."""
     raws = {name: _raw(getattr(sys, f"__{name}__")) for name in STREAM_NAMES}

@@ -9,7 +9,6 @@ its first line as `__main__`; there `join` returns. So code before `join` runs i
 
 import atexit
 import importlib
-import io
 import json
 import os
 import runpy
@@ -23,7 +22,7 @@ from typing import NoReturn
 from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_PEER_GONE, handled_signals
 from elastic.node.progress import Pulse
 from elastic.node.zygote import MAX_MESSAGE, RECALL, ZygoteProgram
-from elastic.process import die_with_parent, plain_text
+from elastic.process import die_with_parent, plain_text, unbuffer_output
 
 NODE_SOCKET = "PERDURE_NODE"
 """Environment variable: path of the Unix socket of the node's agent."""
@@ -92,16 +91,7 @@ def prepare_program(_: tuple[str, ...]) -> None:
 def run_program(program: list[str]) -> NoReturn:
     from elastic.world import leave_world
 
-    # Unbuffered, as torchrun starts programs with `python -u`: text goes to the raw file, since
-    # `write_through` alone would leave it in the stream's buffer.
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and isinstance(stream.buffer, io.BufferedWriter):
-            stream.flush()
-            text = io.TextIOWrapper(
-                stream.buffer.raw, stream.encoding, stream.errors, write_through=True
-            )
-            setattr(sys, name, text)
+    unbuffer_output()  # as torchrun starts programs with `python -u`
     # Otherwise every fork would continue the zygote's random numbers.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()

@@ -265,7 +265,7 @@ COLLECTIVES = (
     "/torch/distributed/tensor/_redistribute.py",
     "/torch/distributed/utils.py",
     "/torch/nn/parallel/distributed.py",
-    "/elastic/world.py",
+    "/elastic/node/exchange.py",
 )
 """Files whose functions wait for other ranks. FSDP's hooks call the user's modules from outside:
 the innermost frame is in FSDP only while FSDP gathers, scatters or waits."""

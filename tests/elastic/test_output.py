@@ -89,3 +89,17 @@ def test_a_reader_that_does_not_read_holds_nobody_up(monkeypatch):
     assert os.read(reader, 1 << 20).decode().endswith(missing + "again\n")
     os.close(reader)
     os.close(writer)
+
+
+def test_a_program_of_a_user_prints_at_once(tmp_path):
+    program = (
+        "import os\n"
+        "from elastic.process import tolerate_lost_output, unbuffer_output\n"
+        "tolerate_lost_output()\n"
+        "unbuffer_output()\n"
+        "print('loss 3', end='')\n"
+        "open('lost', 'w').close()\n"
+        "os._exit(0)\n"  # what a buffer holds is lost
+    )
+    assert run(tmp_path, "| cat > out", program) == (0, "")
+    assert (tmp_path / "out").read_text() == "loss 3"

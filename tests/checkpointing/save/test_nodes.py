@@ -228,13 +228,17 @@ def test_writers_of_two_nodes_are_lost_one_after_the_other(tmp_path):
             checkpointer.save(2, **step)
             dist.barrier()
             seconds = time.monotonic() - began
-            checkpointer.wait()
-            return seconds
+            try:
+                checkpointer.wait()
+            except SaveFailed:  # a writer was lost after rank 1 had requested the save
+                save_now(checkpointer, 3, **step)
+                return seconds, 3
+            return seconds, 2
 
-    for seconds in run_ranks(2, work, tmp_path / "ranks"):
-        assert not isinstance(seconds, BaseException), seconds
-        assert seconds < 15
-    assert (run / "step-00000002").is_dir()
+    (first, saved), (second, also_saved) = run_ranks(2, work, tmp_path / "ranks")
+    assert max(first, second) < 15
+    assert saved == also_saved
+    assert (run / f"step-0000000{saved}").is_dir()
 
 
 @pytest.mark.parametrize("bundle", [1, 5, 100])

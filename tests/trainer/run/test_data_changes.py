@@ -26,6 +26,7 @@ def asked(recipe, tmp_path, monkeypatch):
     """asked(request) → (the ledger's answer, recipe, pulse) of a run whose second step of 8
     sequences begins."""
     monkeypatch.setenv(ROUND, "1")
+    monkeypatch.setattr("trainer.run.data_changes.LOOK_SECONDS", 60.0)
     (tmp_path / "run").mkdir()
     one, pulse = recipe(f"run.dir={tmp_path / 'run'}"), Pulse.from_environment()
     return lambda request: (answer(one, pulse, request), one, pulse)
@@ -48,7 +49,7 @@ def answer(recipe, pulse, request):
         changes.look()
         assert not path.exists()
         path.write_text(text)
-        changes.look()  # the next look is a second later, or after the pause
+        changes.look()  # the next look is LOOK_SECONDS later, or after the pause
         assert path.exists()
     return json.loads((recipe.directory / "ledger.jsonl").read_text().splitlines()[-1])
 
