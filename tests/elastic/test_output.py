@@ -31,6 +31,7 @@ def run(folder, redirection, program=PROGRAM, options=""):
     environment = {
         **os.environ,
         "PROGRAM": program,
+        "PYTHONUNBUFFERED": "",
         "PYTHONPATH": str(Path(process.__file__).parents[1]),
     }
     done = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, check=False)
