@@ -201,7 +201,7 @@ def test_one_of_two_coordinators_commits(directory: ObjectPath) -> None:
     second.abort()
     assert inspect.verify(str(directory)).problems == []
     assert read_state(directory / "step-00000007")["seed"] == 1
-    with pytest.raises(StorageError, match="committed already"):
+    with pytest.raises(StorageError, match="has just committed this step"):
         begin(directory, 7)
 
 
