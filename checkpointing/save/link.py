@@ -63,13 +63,14 @@ def end(process: "subprocess.Popen[bytes]", seconds: float) -> int:
 def _code(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:
     """Wait for a process like `Popen.wait`, which polls ever less often, while other ranks wait for
     this one. Returns its exit code; None if it has not ended within `seconds`."""
-    if process.poll() is None:
-        descriptor, poll = os.pidfd_open(process.pid), select.poll()
-        poll.register(descriptor, select.POLLIN)
-        try:
-            poll.poll(seconds * 1000)
-        finally:
-            os.close(descriptor)
+    with suppress(ProcessLookupError):  # it has ended, and another thread has asked for its code
+        if process.poll() is None:
+            descriptor, poll = os.pidfd_open(process.pid), select.poll()
+            poll.register(descriptor, select.POLLIN)
+            try:
+                poll.poll(seconds * 1000)
+            finally:
+                os.close(descriptor)
     return process.poll()
 
 
