@@ -4,6 +4,7 @@ import copy
 import difflib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -35,18 +36,16 @@ def checked(
     replaced by a value if they are required, so that the remaining keys can be checked. None if
     even this copy cannot be built."""
     tree = copy.deepcopy(tree)
-    for path, value in list(_booleans(tree, ())):
-        # pydantic would take them for 1 and 0, so that `evaluate_every: true` is every step.
-        if _is_number(kind, path):
-            what = f"must be a number, but it is {str(value).lower()}"
-            problems.append(RecipeProblem(origin_of(path, origins, file), path, what))
-            wrong.add(path)
-            _repair_key(kind, tree, path, missing=False)
     # Several rounds, because a repaired key may uncover errors below it. Only errors of the first
     # round are reported: the repair itself may cause others.
     for attempt in range(4):
         try:
-            return adapter(kind).validate_python(tree)  # type: ignore[arg-type]
+            result: T = adapter(kind).validate_python(tree)  # type: ignore[arg-type]
+            for path, value in _taken_for_numbers(tree, result, ()):
+                where = origin_of(path, origins, file)
+                problems.append(RecipeProblem(where, path, _not_a_number(value)))
+                wrong.add(path)
+            return result
         except ValidationError as error:
             errors = [(_key_path(e["loc"], tree), e) for e in error.errors(include_url=False)]
             # If a key is misspelt, its correct name is missing too. That is not a second problem.
@@ -68,20 +67,20 @@ def checked(
     return None
 
 
-def _booleans(tree: Any, path: Key) -> Iterator[tuple[Key, bool]]:
-    """Yield (key, value) of all booleans in a tree of plain values."""
-    if isinstance(tree, bool):
+def _taken_for_numbers(tree: Any, result: Any, path: Key) -> Iterator[tuple[Key, bool]]:
+    """Yield (key, value) of the booleans in a tree of which pydantic has made numbers.
+
+    With them `evaluate_every: true` would be every step."""
+    if isinstance(tree, bool) and type(result) in (int, float):
         yield path, tree
     elif isinstance(tree, dict | list):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _booleans(value, (*path, key))
+            inside = getattr(result, str(key)) if is_dataclass(result) else result[key]
+            yield from _taken_for_numbers(value, inside, (*path, key))
 
 
-def _is_number(kind: type, path: Key) -> bool:
-    """Return whether the key at `path` takes numbers, and no booleans."""
-    schema = _schema_at(kind, path)[0]
-    types = {option.get("type") for option in (schema, *schema.get("anyOf", ()))}
-    return bool(types & {"integer", "number"}) and "boolean" not in types
+def _not_a_number(value: bool) -> str:
+    return f"must be a number, but it is {str(value).lower()}"
 
 
 def _repair_key(kind: type, tree: dict[str, Any], path: Key, missing: bool) -> None:
@@ -142,6 +141,8 @@ def _explain(kind: type, problem: ErrorDetails, path: Key) -> str:
         return f"must be a finite number, but it is {shown}"
     if problem["type"] in _SECTION:
         return f"must be a section of `key: value` lines, but it is {shown}"
+    if problem["type"] in _BOUNDS and isinstance(problem["input"], bool):
+        return _not_a_number(problem["input"])
     if problem["type"] in _BOUNDS:
         words, bound = _BOUNDS[problem["type"]]
         return f"must be {words} {problem['ctx'][bound]:g}, but it is {shown}"
@@ -167,6 +168,20 @@ def _key_path(loc: Sequence[str | int], tree: Any) -> Key:
     return tuple(path)
 
 
+@cache
+def schema_of(kind: Any) -> dict[str, Any]:
+    """Return the JSON schema of a dataclass, with the docstrings of its fields as descriptions.
+
+    `adapter` is without them: until Python 3.12, pydantic parses the module anew for each class to
+    find them, in four times the time of all else that a recipe needs."""
+    config = kind.__pydantic_config__
+    config["use_attribute_docstrings"] = True
+    try:
+        return TypeAdapter(kind).json_schema()
+    finally:
+        del config["use_attribute_docstrings"]
+
+
 def definition_of(value: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     """Return the definition in a JSON schema to which a value refers by $ref, also inside optional
     values and lists. Without a $ref, return the value itself."""
@@ -183,7 +198,7 @@ def definition_of(value: dict[str, Any], schema: dict[str, Any]) -> dict[str, An
 def _schema_at(kind: type, path: Key) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (schema of the key at `path`, with its description; definition to which that schema
     refers)."""
-    schema = adapter(kind).json_schema()
+    schema = schema_of(kind)
     value: dict[str, Any] = schema
     for part in path:
         if isinstance(part, str):

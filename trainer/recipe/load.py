@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from trainer.recipe.checking import adapter, checked, definition_of
+from trainer.recipe.checking import adapter, checked, definition_of, schema_of
 from trainer.recipe.rules import contradictions
 from trainer.recipe.sections import Recipe
 from trainer.recipe.strategies import sharding
@@ -126,7 +126,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def recipe_schema() -> dict[str, Any]:
     """Return the JSON Schema of a recipe, for editors."""
-    schema = adapter(Recipe).json_schema()
+    schema = schema_of(Recipe)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

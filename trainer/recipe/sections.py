@@ -620,13 +620,8 @@ class Recipe:
     elastic: ElasticOptions = field(default_factory=ElasticOptions)
     tracking: TrackingSection = TrackingSection()
 
-    # Applies to nested sections too. Unknown keys, infinity and NaN are errors; docstrings of
-    # fields become descriptions in the schema.
-    __pydantic_config__: ClassVar[ConfigDict] = {
-        "extra": "forbid",
-        "allow_inf_nan": False,
-        "use_attribute_docstrings": True,
-    }
+    # Applies to nested sections too: unknown keys, infinity and NaN are errors.
+    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid", "allow_inf_nan": False}
 
     @property
     def checkpoint_directory(self) -> str:

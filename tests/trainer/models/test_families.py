@@ -96,7 +96,9 @@ def test_a_family_built_anew(name: str, tmp_path: Path) -> None:
     parts = tokens.split([20, tokens.shape[1] - 20], 1)
     ids = torch.cat([torch.full_like(part, n) for n, part in enumerate(parts)], 1)
     alone = torch.cat([decoder(part) for part in parts], 1)
-    torch.testing.assert_close(decoder(tokens, document_ids=ids), alone, atol=1e-5, rtol=0)
+    # Of other lengths, products round otherwise on some CPUs. What another document's tokens would
+    # change is thousands of times more.
+    torch.testing.assert_close(decoder(tokens, document_ids=ids), alone, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_numbers_are_finite(recipe_file, key, value):
         ("data.sources.0.path=~/x", "data.sources.0.path: '~/x': only a shell expands ~"),
         ("run.evaluate_every=true", "run.evaluate_every: must be a number, but it is true"),
         ("strategy.zero=true", "strategy.zero: must be a number, but it is true"),
+        ("optimizer.betas=[true, 0.9]", "optimizer.betas.0: must be a number, but it is true"),
         ("schedule=[cosine]", "schedule: must be a section of `key: value` lines, but it is ['c"),
         ("lr", "write overrides as key.sub=value"),
         ("run.dir=${PERDURE_NO_SUCH_NAME}", "PERDURE_NO_SUCH_NAME is not set"),
