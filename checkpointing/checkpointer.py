@@ -320,8 +320,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Like `close`. After an exception that other ranks may not have raised, wait at most 10 s.
-        An exception that all ranks raise has a true attribute `of_all_ranks`."""
+        """Like `close`. After an exception, wait at most 10 s for the running save and other ranks,
+        unless its class sets `of_all_ranks = True`, which says that every rank raises it."""
         self._forget()
         self._tensors.__exit__(kind)
         self._collect_outcomes()

@@ -1,4 +1,4 @@
-"""Operations of several ranks: results and errors of each rank reach all ranks."""
+"""Collective operations on values in host memory: an error of one rank is raised on all."""
 
 import hashlib
 import os

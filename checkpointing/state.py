@@ -255,8 +255,8 @@ def _misfit(
 
 
 def put_back(state: State, values: Mapping[str, Any]) -> None:
-    """Set the plain values of the objects of a state. Called after `refuse_values` has accepted
-    them and the tensors are loaded."""
+    """Restore all but the tensors of a state's objects. `values`: key in the state → JSON, as in
+    `StateParts.values`; `refuse_values` must have accepted them, and the tensors be loaded."""
     for key, value in values.items():
         target, found = state[key], from_json(value)
         if isinstance(target, torch.optim.Optimizer) and not isinstance(target, OF_VALUES):

@@ -595,5 +595,6 @@ class TensorCheckpointer:
 
 
 def _checked(finite: Collection[str] | None, optimizer: Mapping[str, Tensor]) -> Collection[str]:
-    """Returns the joint names of tensors that must be finite; see `TensorCheckpointer.save`."""
+    """Returns the names of tensors that must be finite, as `by_section` makes them: the model's in
+    `finite`, and all of the optimizer; empty if `finite` is None."""
     return () if finite is None else by_section(dict.fromkeys(finite), dict.fromkeys(optimizer))

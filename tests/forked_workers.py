@@ -1,6 +1,7 @@
-"""Workers of pytest-xdist, forked from a process that has imported what tests import.
+"""Workers of pytest-xdist, forked from a process that has imported what tests import, and one fork
+server for the jobs of all workers.
 
-As interpreters of their own, each would spend ten seconds of CPU time on the same imports.
+Each worker and each server of its own would spend ten seconds of CPU time on the same imports.
 """
 
 import atexit
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -19,9 +21,9 @@ from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
 
 IMPORTED = (
-    "tests.distributed.warm", "transformers.modeling_utils", "transformers.generation.utils",
-    "transformers.models.qwen3.modeling_qwen3", "torch._dynamo.backends.debugging",
-    "torchao.quantization",
+    "tests.distributed.jobs", "tests.distributed.warm", "transformers.modeling_utils",
+    "transformers.generation.utils", "transformers.models.qwen3.modeling_qwen3",
+    "torch._dynamo.backends.debugging", "torchao.quantization",
 )  # fmt: skip
 """None of these starts a thread, as pyarrow does: a fork would lack it."""
 _waiting: list[tuple[int, BinaryIO, BinaryIO]] = []
@@ -52,6 +54,7 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     gc.freeze()  # a collection would write to pages that the workers share
     sys.stdout.flush()  # or each worker would print what waits here
     if len(list(Path("/proc/self/task").iterdir())) == 1:
+        forkserver.ensure_running()
         for _ in specs:
             _waiting.append(_fork())
     interpreter = gateway_io.Popen2IOMaster
@@ -78,6 +81,8 @@ def _fork() -> tuple[int, BinaryIO, BinaryIO]:
         os.close(we_write)
         os.close(we_read)
         sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+        # It asks by waitpid whether the server still runs, which only its parent may.
+        forkserver._forkserver.ensure_running = lambda: None
         # Not pytest's own, which processes that this one spawns would import, too.
         main = sys.modules["__main__"] = ModuleType("__main__")
         exec(gateway_io.popen_bootstrapline, vars(main))

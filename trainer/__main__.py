@@ -13,7 +13,8 @@ from typing import NoReturn
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Train as one rank, or become its stand-in; never returns."""
+    """Train as one rank; never returns. Under an agent of Perdure, the rank is forked by the agent,
+    and this process waits for it and ends with its exit code."""
     if not sys.flags.safe_path:
         # With `-m` the working directory comes first in sys.path: its folders and files could hide
         # our packages, or modules of torch and Python.

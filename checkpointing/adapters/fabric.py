@@ -104,11 +104,13 @@ class Checkpointed(FabricCheckpointers):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Called by `fabric.load` on all ranks. `fabric.load_raw` still reads torch's own files.
+        `state` is loaded in place, from DIRECTORY/step-00000100 or the newest undamaged step of
+        DIRECTORY; what is returned is empty. `weights_only` is ignored, as nothing is unpickled.
 
         Raises:
-            CheckpointError: there is no checkpoint, or no good one.
+            CheckpointError: there is no checkpoint, or all are damaged.
             SaveFailed: the previous save failed.
-            WrongModel: the checkpoint is of another state.
+            WrongModel: the checkpoint's tensors do not fit `state`.
             ValueError: no state is given, or strict is false.
         """
         if isinstance(state, nn.Module | torch.optim.Optimizer):

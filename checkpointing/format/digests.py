@@ -232,8 +232,9 @@ class CrcBlockSums:
 
 
 def _weight(reader: CrcReader) -> Words:
-    """Returns the factor of a reader: x^8, x^16, …, and for the first reader their sum. All
-    factors add up to zero, so that equal parts cancel and unequal parts do not."""
+    """Returns the factor, a polynomial over GF(2), of a reader's CRC in the comparison of replicas
+    [Note: parts]: x^8, x^16, …, and for reader 0 their sum. The factors add up to zero: so do equal
+    parts, but not those of which one differs."""
     if reader.index:
         return _power(np.array(reader.index))
     return np.bitwise_xor.reduce(_power(np.arange(1, reader.count)))

@@ -126,8 +126,8 @@ def _own_state(optimizer: torch.optim.Optimizer) -> Any:
     if getattr(optimizer.state_dict, "__func__", None) is torchs:
         for inner in _inside(optimizer):
             raise ValueError(
-                f"{kind.__name__} steps by {type(inner).__name__}, whose state its state_dict "
-                "leaves out: give it a state_dict and a load_state_dict of its own"
+                f"{kind.__name__} has an inner {type(inner).__name__}, whose state its state_dict "
+                f"leaves out: override state_dict and load_state_dict in {kind.__name__}"
             )
         return None
     try:
@@ -411,7 +411,8 @@ def _named(kind: type) -> str:
 
 
 def _subclasses(kind: type[Tensor]) -> Iterator[type[Tensor]]:
-    """Yields the tensor subclasses that are imported: loading a checkpoint imports no code."""
+    """Yields all direct and indirect subclasses of `kind` in modules that are imported already.
+    Others are not found, because loading a checkpoint must not import code."""
     for one in kind.__subclasses__():
         yield one
         yield from _subclasses(one)

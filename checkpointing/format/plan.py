@@ -132,9 +132,10 @@ class TensorPiece:
 
 
 def merge_specs(specs_of_ranks: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
-    """Merge the specs of each (global) rank, in the order of ranks and names. Raises ValueError if
-    ranks disagree about a tensor's shape, dtype or splits, or a rank lacks a tensor of which it
-    must hold a part."""
+    """Merge the specs of all ranks, global rank → name → spec, into one per name, in the order in
+    which names first appear. A replicated tensor is held by the ranks that list it, whatever its
+    mesh says. Raises ValueError if ranks disagree about a tensor's shape, dtype or splits, or a
+    rank lacks a tensor of which it must hold a part."""
     holders: dict[str, list[int]] = {}
     merged: dict[str, TensorSpec] = {}
     for rank, specs in specs_of_ranks.items():

@@ -75,8 +75,8 @@ def make_window(ranks: int, wanted: int, least: int) -> tuple[str, int]:
         except OSError:
             continue
     raise StorageError(
-        f"ranks of a node share {2 * ranks * least / 1e6:.0f} MB while they load, and there is no "
-        f"room for that in {' or '.join(_FOLDERS)}; free some there"
+        f"ranks of a node share {2 * ranks * least / 1e6:.0f} MB while they load, a quarter of the "
+        f"free space at most; {' and '.join(_FOLDERS)} have less or cannot be written; free some"
     )
 
 

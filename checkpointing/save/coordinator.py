@@ -92,7 +92,8 @@ class SaveCoordinatorHost(Protocol):
 
 
 class SaveCoordinator:
-    """Admits saves, grants blocks and commits, see [Note: a save]. All methods run in one thread;
+    """Admits each save, assigns blocks of its files to writers, and commits the step, see
+    [Note: a save]. It lives in the writer process of rank 0's node. All methods run in one thread;
     functions passed to `SaveCoordinatorHost.later` run in others."""
 
     def __init__(
@@ -158,12 +159,12 @@ class SaveCoordinator:
             case msg.StagedReport():
                 self._on_staged(node, message)
             case msg.SlotRemembered(key):
-                self._on_remembered(node, key)
+                self._on_slots_complete(node, key)
             case msg.SlotComplete(key, slot, manifest):
                 copy = msg.CopySlot(node, key, slot, manifest)
                 self._host.send((node + 1) % self._nodes, copy)
             case msg.PeerCopyEnded(source, key):
-                self._on_remembered(source, key)
+                self._on_slots_complete(source, key)
             case msg.WriteReceipt():
                 self._on_written(message)
             case msg.GrantDropped(key, blocks):
@@ -329,7 +330,7 @@ class SaveCoordinator:
                 return
         self._grant()
 
-    def _on_remembered(self, node: int, key: msg.Key) -> None:
+    def _on_slots_complete(self, node: int, key: msg.Key) -> None:
         """Handle that a node's slot is complete and, with `peer_copy`, copied by the next node."""
         save = self._save or self._failed
         if save is None or save.key != key:

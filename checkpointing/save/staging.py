@@ -318,7 +318,8 @@ def _begin(piece: TensorPiece) -> int:
 
 
 def _parts(piece: TensorPiece) -> list[_Part]:
-    """Cut a piece into parts at multiples of PORTION_BYTES if it is contiguous."""
+    """Returns a piece that is contiguous in its file in parts, cut where offsets in the file are
+    multiples of PORTION_BYTES, and any other piece whole."""
     start, whole = _begin(piece), _Part(piece, _begin(piece))
     cuts = _cut(start, start + whole.nbytes)
     strided = len(list(islice(extents_of(piece.stored.meta, piece.box), 2))) > 1

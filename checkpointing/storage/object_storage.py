@@ -140,7 +140,8 @@ class NewObjectStep:
             logger.warning("%s is committed, but: %s", self.final, error)
 
     def abort(self) -> None:
-        """Remove the objects and uploads of this step. What an error leaves, `collect` removes."""
+        """Abort this step's uploads and remove its objects, unless another process has taken the
+        step over. Errors of the storage are logged; `collect` later removes what is left."""
         store = store_of(self.final)
         try:
             store.abort_uploads(

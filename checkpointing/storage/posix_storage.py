@@ -307,7 +307,7 @@ class PosixStorage:
                     break
                 time.sleep(0.02)
             if not path.exists():  # the step was renamed before it was locked
-                raise DamagedCheckpoint(f"{path}: is being deleted by retention")
+                raise DamagedCheckpoint(f"{path}: was removed while it was opened")
             yield
 
     @contextmanager

@@ -133,9 +133,10 @@ class MergedModel:
             meta = stored and stored.meta
             floats = meta and meta.nbytes and TORCH_DTYPES[meta.dtype].is_floating_point
             if not stored or not floats or stored.meta.shape != shape:
+                what = f"is {meta}" if stored else "is missing"
                 raise WrongModel(
-                    f"{base.path}: its {printable(name)} is {meta}, but the adapter needs shape "
-                    f"{list(shape)}: give the model that it was trained over"
+                    f"{base.path}: {printable(name)} {what}, but the adapter needs floats of shape "
+                    f"{list(shape)}; give the model on which the adapter was trained"
                 )
             self._changed[places[stored.file, stored.begin]] = name
 

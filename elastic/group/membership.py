@@ -700,8 +700,8 @@ def lease_seconds(beat: float, doubted: bool) -> float:
 
 
 def poll_seconds(nodes: int, observes: bool) -> float:
-    """Seconds between two reads of the document by a node. They grow with `nodes`, to spare the
-    store. `observes`: whether the node is one of the observers."""
+    """Seconds between two reads of the membership document by an observer (`observes`), or of its
+    version by another node. They grow with `nodes`, to spare the store."""
     return POLL_SECONDS * max(1.0, nodes / (1000 if observes else 100))
 
 

@@ -206,10 +206,9 @@ class LedgerRollbackLine(NamedTuple):
 
 @dataclass
 class RecordedAttempt:
-    """An attempt: one start of training processes, with the lines that it wrote to the ledger. Its
-    Unix times are never before those of earlier attempts: intervals between attempts on one machine
-    that was not restarted are measured by its monotonic clock, others by the wall clock, where an
-    earlier time is raised."""
+    """An attempt: one start of training processes, with the lines that it wrote to the ledger. Unix
+    times never go backwards from attempt to attempt. While a machine is not restarted, they follow
+    its monotonic clock; else the wall clock, moved forward to the end of the attempt before."""
 
     number: int
     """Number of the attempt in the ledger, from 1."""

@@ -159,7 +159,9 @@ def test_an_optimizer_that_hides_state_is_refused(tmp_path):
     parameters, _ = start("AdamW")
     with Checkpointer(tmp_path) as checkpointer:
         state = whole(parameters, Inside(parameters.values(), 0.1))
-        with pytest.raises(ValueError, match=r"Inside steps by AdamW, whose state .* leaves out"):
+        with pytest.raises(
+            ValueError, match=r"Inside has an inner AdamW, whose state .* leaves out"
+        ):
             checkpointer.load(state)
         one = torch.optim.SGD(parameters.values(), 0.1)
         one.state[parameters["early"]]["function"] = print

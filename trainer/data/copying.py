@@ -36,7 +36,8 @@ def copy_data_set(
     source: StoragePlace, target: StoragePlace, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
     """Copy a prepared data set, and return the index of the copy. After an interruption, the same
-    call resumes with the shard that was being copied, but copies data sets of older versions anew.
+    call resumes with the shard that was being copied. A data set without files of checksums, of
+    older versions of Perdure, is copied from its start.
 
     Args:
         source: directory or URL.

@@ -202,7 +202,8 @@ class TokenStream:
 
     @property
     def pairs_per_sequence(self) -> float:
-        """Mean number of preference pairs per sequence in the first stage."""
+        """Mean number of preference pairs per sequence in the first stage, over the sequences of
+        all its sources, each counted once. Only for streams of pairs."""
         pairs = sum(p.items for p in self._first if isinstance(p, DocumentBins))
         return pairs / max(1, sum(p.sequences for p in self._first))
 

@@ -309,8 +309,8 @@ def attend(
     if sinks is not None:
         scale = size**-0.5  # that of the heads before they get more elements
         q, k, v = _with_key_of_sink(q, k, v, sinks)
-    # On CUDA only flash attention supports fewer key heads than query heads, and it supports
-    # neither masks nor float32. Unless heads are repeated, SDPA would build the (T, T) matrix.
+    # Not every supported torch and GPU has a kernel that takes fewer key heads than query heads
+    # together with masks or float32. Without one SDPA would build the (T, T) matrix.
     if grouped and not _groups_in_kernel(q, documents):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     mixed = F.scaled_dot_product_attention(
@@ -399,8 +399,9 @@ _asks_for_groups = _constant(varlen_asks_for_groups)
 
 
 # --- varlen on the CPU -----------------------------------------------------------------------
-# A custom operator, opaque to the compiler and the plan: its loop depends on the values in
-# cu_seqlens. (The decorator torch.library.custom_op would import the compiler.)
+# A custom operator, into which neither the compiler nor the tracer of the plan looks: its loop
+# depends on the values in cu_seqlens. (The decorator torch.library.custom_op would import the
+# compiler.)
 
 _LIBRARY = torch.library.Library("perdure", "DEF")
 _LIBRARY.define(

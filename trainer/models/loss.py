@@ -99,7 +99,7 @@ def head_cross_entropy(
         fused: `_pointwise`, compiled.
         cap: cap of the logits, see `capped`.
     """
-    chunk = most_logits(hidden) if chunk is None else chunk
+    chunk = max_chunk_logits(hidden) if chunk is None else chunk
     if not on_gpu(hidden) and labels.numel() * weight.shape[0] <= chunk:
         return mean_cross_entropy(capped(F.linear(hidden, weight), cap), labels)
     flat = _flattened(hidden, weight, labels, chunk)
@@ -111,8 +111,9 @@ def sharded_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, start: int, group: dist.ProcessGroup
 ) -> Tensor:
     """Return `head_cross_entropy` where the rows of the head are divided among the ranks of
-    `group`. Called on all of them. The gradient of `hidden` is this rank's term of a sum over the
-    ranks. `weight`: this rank's rows of the head; `start`: index in the whole head of the first."""
+    `group`; collective. `hidden` (..., D) and `labels` (...) are equal on all ranks; `weight`
+    (rows, D) holds this rank's rows of the head, from row `start`. The gradient of `hidden` is this
+    rank's term of a sum over the ranks, which the caller computes."""
     flat = _flattened(hidden, weight, labels, None)
     return _ShardedLoss.apply(*flat, start, torch.is_grad_enabled(), group) / label_count(labels)
 
@@ -137,22 +138,23 @@ def _flattened(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Return hidden (N, D) and weight (V, D) in the dtype of the computation, labels (N,), and the
-    number of rows in a chunk of at most `chunk` logits; None: of `most_logits`."""
+    number of rows in a chunk of at most `chunk` logits; None: of `max_chunk_logits`."""
     device, dtype = hidden.device.type, weight.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    most = most_logits(hidden) if chunk is None else chunk
+    most = max_chunk_logits(hidden) if chunk is None else chunk
     chunks = -(-labels.numel() // max(1, most // weight.shape[0]))
     rows = -(-labels.numel() // chunks)
     return hidden.flatten(0, -2).to(dtype), weight.to(dtype), labels.flatten(), rows
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Return whether half-precision products of this tensor can return float32."""
+    """Return whether a tensor is on a GPU. The plan of a GPU's run replaces this function, as its
+    tensors are on no device."""
     return tensor.is_cuda
 
 
-def most_logits(tensor: Tensor) -> int:
+def max_chunk_logits(tensor: Tensor) -> int:
     """Return the largest allowed number of logits in a chunk, on the device of `tensor`."""
     if not on_gpu(tensor):
         return LOGITS_ON_CPU
@@ -209,8 +211,16 @@ def _in_place(
     dtype: torch.dtype | None,
     slope: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the results of `_pointwise`, and overwrite `log_softmax` to save memory. `dtype`:
-    dtype of the gradient; None: no gradient. `slope`: derivative of `capped`; None: no cap."""
+    """Return the results of `_pointwise`, and overwrite `log_softmax` with the gradient if one is
+    wanted, to save memory.
+
+    Args:
+        log_softmax: (rows, V), float32.
+        label: (rows, 1), int64.
+        counts: (rows, 1), bool: whether the label counts.
+        dtype: dtype of the gradient; None: no gradient.
+        slope: (rows, V), derivative of `capped`; None: no cap.
+    """
     loss = -(log_softmax.gather(1, label) * counts).sum()
     if dtype is None:
         return loss, None

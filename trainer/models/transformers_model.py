@@ -50,8 +50,18 @@ class TransformersModel(nn.Module):
     def __init__(
         self, theirs: Any, blocks: Sequence[nn.Module], names: Mapping[str, str], cap: float | None
     ) -> None:
-        """Take over a module of transformers and its layers. `names`: top-level module → its name
-        in files, where they differ. `cap`: soft cap of the logits."""
+        """Wrap a module of transformers, whose output head is replaced in place.
+
+        Args:
+            theirs: the module.
+            blocks: its layers.
+            names: top-level module → its name in files, where they differ.
+            cap: soft cap of the logits.
+
+        Raises:
+            RecipeError: it has no layers, parameters or buffers beside its submodules, or a head
+                that is not supported.
+        """
         super().__init__()
         self.name = type(theirs).__name__
         if not blocks or theirs._parameters or theirs._buffers:

@@ -78,7 +78,9 @@ def apply(model: nn.Module, mesh: DeviceMesh, _strategy: StrategySection) -> lis
 
 
 def _with_exchange(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Compute:
-    """Make `compute`, this rank's experts, exchange tokens and outputs with the other ranks."""
+    """Return a forward for `module` that sends the rows of tokens to the ranks of their experts,
+    runs `compute`, this rank's experts, on the rows received, and sends the outputs back. Rows
+    (N, D) are sorted by expert, with counts (E), in and out."""
     ranks = mesh.size()
 
     def exchange_counts(counts: Tensor, rows: int) -> tuple[list[int], list[int], Tensor, Tensor]:

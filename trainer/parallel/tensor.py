@@ -171,8 +171,8 @@ def check_model(model: nn.Module, recipe: Recipe, shards: int) -> None:
         _check_blocks(model, kinds, ranks)
     if getattr(model, "stacks", ()) and ep.ranks(recipe.strategy) == 1:
         raise RecipeError(
-            "strategy.tp: it divides no experts, but strategy.ep does; set strategy.ep to 2 or "
-            "more, too, or strategy.tp=1"
+            "strategy.tp: tensor parallelism does not divide a model's experts; also set "
+            "strategy.ep to 2 or more, or set strategy.tp=1"
         )
 
 

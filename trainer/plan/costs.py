@@ -321,7 +321,7 @@ def describe_machine(
         notes.append(f"So many GPUs are {nodes} nodes of {count} (--gpus {each} --nodes {nodes}).")
     if size:
         wanted = float(size[1])
-        # Several GPUs have memory of this size. The slowest is assumed, so no time is too short.
+        # Several models of GPU may have memory of this size: that of the lowest peak is assumed.
         able = [n for n in GPUS if GPUS[n].flash_attention or dtype != "bf16"]
         name = min(able, key=lambda n: (abs(GPUS[n].sold_as - wanted), peak_tflops(GPUS[n], dtype)))
         gpu = replace(GPUS[name], memory=wanted * 1e9)

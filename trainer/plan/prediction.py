@@ -194,8 +194,9 @@ def _runs(blueprint: PlannedModel, strategy: StrategySection, shards: int) -> tu
 def _orders(
     name: PipelineSchedule, ranks: int, per_rank: int, passes: int
 ) -> tuple[Sequence[Order], PipelineActionSequence | None, list[list[int]]]:
-    """Return the order of actions of each pipeline rank, all actions in one sequence, and the
-    result of `messages_beside`."""
+    """Return each pipeline rank's actions in order, the actions of all in one sequence, and the
+    result of `messages_beside`, for pipelines of `ranks` ranks with `per_rank` stages each and
+    `passes` micro-batches. One rank has no such order: [], None, []."""
     if ranks == 1:
         return [], None, []
     orders = schedule(name, ranks, per_rank, passes)

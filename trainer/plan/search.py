@@ -198,7 +198,8 @@ def _layouts(
         replica = strategies.together(layout)
         if replica < least or world_size % replica or machine.gpus_per_node % inside:
             continue
-        # Skip layouts with more data-parallel ranks than sequences.
+        # Skip layouts with fewer sequences than data-parallel times pipeline ranks, each of which
+        # needs a micro-batch to be busy.
         if recipe.batch.global_batch * inside < world_size:
             continue
         if layer > 1 and strategies.ranks(layout, "experts") < apart:

@@ -282,7 +282,7 @@ class PlanTape(PlanLiveTensors):
                     self._note_end(inputs)
                 if number == last:
                     self._forward_entry = self.total()
-                if number == 0 and self._apart:  # give its input a gradient, as of other blocks
+                if number == 0 and self._apart:  # its input requires a gradient, as in later blocks
                     given = inputs[0].detach().requires_grad_()
                     self._given = given if in_two else None
                     inputs = (given, *inputs[1:])

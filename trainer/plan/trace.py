@@ -198,7 +198,7 @@ def cuda_kernels(flash: bool, memory: float) -> Iterator[None]:
     of_loss = patch.multiple(
         loss,
         on_gpu=lambda _: True,
-        most_logits=lambda _: loss.logits_in(memory),
+        max_chunk_logits=lambda _: loss.logits_in(memory),
         add_product=_add_product,
     )
     with kernels, choice, of_loss:

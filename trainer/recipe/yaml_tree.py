@@ -123,13 +123,13 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._depth, self._nodes = self._depth + 1, self._nodes + 1
-        _require_few(self._depth, self._nodes, self.peek_event().start_mark)
+        _check_limits(self._depth, self._nodes, self.peek_event().start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
 
-def _require_few(depth: int, values: int, mark: yaml.Mark) -> None:
+def _check_limits(depth: int, values: int, mark: yaml.Mark) -> None:
     what = f"nested more than {MAX_NESTING} deep" if depth > MAX_NESTING else ""
     if values > MAX_VALUES:
         what = f"more than {MAX_VALUES:,} values (an alias counts each time)"
@@ -156,7 +156,7 @@ class _Reader:
         """Return the value of a node. Of equal keys the first is kept, and a problem recorded."""
         self._values += 1
         # Values are counted again here, because nested aliases multiply them.
-        _require_few(len(path), self._values, node.start_mark)
+        _check_limits(len(path), self._values, node.start_mark)
         self._origins[path] = self._origin(node.start_mark)
         if isinstance(node, yaml.MappingNode):
             result: dict[str, Any] = {}

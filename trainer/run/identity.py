@@ -183,7 +183,9 @@ def _refuse_strangers(every: Sequence[Mapping[str, str]]) -> None:
 
 
 def decides(key: str) -> bool:
-    """Return whether a recipe key, such as `data.sources.0.path`, must be equal on all nodes."""
+    """Return whether a key of a resolved recipe must be equal on all nodes, and may change what a
+    run computes if it differs between attempts. Paths of data sources, `data.sources.0.path`, and
+    the keys in MACHINE_BOUND need not be."""
     key = re.sub(r"\.\d+$", "", key)  # without the index of an item in a list
     return key not in MACHINE_BOUND and not (
         key.startswith("data.sources.") and key.endswith(".path")

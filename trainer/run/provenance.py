@@ -148,7 +148,7 @@ def check_resume(
     if before != now:
         raise RecipeError(
             f"data.stages: the checkpoint was trained on the first {done} sequences, whose stages "
-            f"differ (from sequence {_begins(before)} there, {_begins(now)} here, or with other "
+            f"differ (from sequence {_starts(before)} there, {_starts(now)} here, or with other "
             f"weights or data); change only stages that begin at sequence {done} or later; "
             f"{way_out}"
         )
@@ -189,7 +189,7 @@ def other_data(start: StartLine, stream: Stream) -> str:
     return ""
 
 
-def _begins(stages: Sequence[Sequence[Any]]) -> str:
+def _starts(stages: Sequence[Sequence[Any]]) -> str:
     return ", ".join(["0", *(str(stage[0]) for stage in stages)])
 
 

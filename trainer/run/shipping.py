@@ -235,9 +235,9 @@ class RunShipper:
             self._stored_files[name] = version
 
     def _merge(self) -> None:
-        """Merge the parts of each level that has MERGED of them into one of the next level, and
-        delete them. Then begin a new journal with the lines that are not in the bucket. After a
-        damaged or missing part nothing is merged until the next start."""
+        """Where a level has at least MERGED parts, write them as one part of the next level, and
+        delete the old parts. If any were merged, begin a new journal with the lines that are not in
+        the bucket. After a damaged or missing part nothing is merged until the next start."""
         store, term, merged = store_of(self._run), self._term.number, False
         for level, parts in enumerate(self._levels):
             if len(parts) < MERGED or self._damaged:

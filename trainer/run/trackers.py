@@ -97,7 +97,7 @@ class RunMetricsTail:
         """Return the records that were appended since the last call."""
         try:
             descriptor = open_to_read(self._run_dir / METRICS)
-        except OSError:  # the file does not exist yet, or belongs to another user
+        except OSError:  # the file does not exist yet, or is none that may be read
             return []
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(file.fileno())
@@ -166,8 +166,9 @@ def to_hook(name: str, run_dir: Path, after: float) -> Iterator[float]:
 
 
 def keep_up(mark: Path, begin: Callable[[float], Tracker], ended: threading.Event) -> None:
-    """Run the tracker that `begin` creates at a position, until the run has ended (`ended` is set)
-    or another process takes over. `mark`: file that keeps the tracker's owner and position."""
+    """Run a tracker from the position in `mark`, the file of its owner and position, and keep its
+    progress there, until the run has ended (`ended` is set) and all is passed on, or another
+    process becomes the owner. `begin`: position → tracker. Raises what the tracker raises."""
     me, done, last = secrets.token_hex(4), _read_mark(mark)[1], False
     # The owner is written first: a tracker left on another node stops when it sees a new owner.
     _write_mark(mark, me, done)

@@ -257,7 +257,8 @@ def _build_on_samples(recipe: Recipe) -> Task:
 
 
 def check_plannable(recipe: Recipe) -> None:
-    """Raise RecipeError for a model whose memory and time cannot be predicted."""
+    """Raise RecipeError if a recipe takes its data from `data.factory`: memory and time are
+    predicted only for prepared tokens."""
     if recipe.data.factory:
         raise RecipeError(
             "data.factory: only prepared tokens can be planned; `perdure compare` measures what "

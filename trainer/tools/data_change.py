@@ -44,7 +44,10 @@ def change_data(
     history = read_history(run)
     under_way = history.step + 1
     if step <= under_way:
-        raise RecipeError(f"--at-step {step}: step {under_way} is under way; choose a later one")
+        raise RecipeError(
+            f"--at-step {step}: the run has recorded {history.step} steps, and may be in step "
+            f"{under_way}; choose a later one"
+        )
     start = history.attempts[-1].start
     sources = [SourceSection(path=_absolute(path), name=name or None) for name, path in added]
     append: dict[str, tuple[str, ...]] = {}

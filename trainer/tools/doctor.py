@@ -106,7 +106,7 @@ def _ok(name: str, what: str) -> _MachineFinding:
 
 
 def _torch(recipe: Recipe | None) -> Iterator[_MachineFinding]:
-    # NVML counts GPUs without a CUDA context, which would take memory on each GPU.
+    # With NVML, torch counts GPUs without initializing CUDA in this process.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         import torch

@@ -24,7 +24,9 @@ LineSubject: TypeAlias = Mapping[str, Any]
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Read distinct prompts: the `prompt` of each line of a .jsonl file, or each line of a text."""
+    """Return the distinct prompts of a file in order: the `prompt` of each line of a .jsonl file,
+    or each line of another file, without blank lines. Raises GenerateError if there are none, or
+    one cannot be read."""
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

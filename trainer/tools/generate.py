@@ -241,7 +241,9 @@ def base_of(directory: Path, given: Path | None = None) -> Path:
 
 @torch.no_grad()
 def _merge(model: TextModel, adapter: ExportedAdapter) -> None:
-    """Merge an adapter into the weights of a model, in place, in float32."""
+    """Add an adapter's products B·A to the weights in place, in float32, rounded to each weight's
+    dtype, and copy the tensors that it holds whole. If it was trained over nf4, weights are first
+    rounded to nf4. Raises GenerateError if a name or shape does not fit the model."""
     named = dict(model.named_parameters())
     for name in (*adapter.pairs, *adapter.whole):
         weight, shape = named.get(name), adapter.shape_of(name)

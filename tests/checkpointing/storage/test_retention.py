@@ -325,7 +325,7 @@ def test_a_reader_that_comes_too_late_is_told(tmp_path, monkeypatch):
         )
         read(newer)
     read(newer)
-    assert told == ["read", ": is being deleted by retention", "/index.json: is missing"]
+    assert told == ["read", ": was removed while it was opened", "/index.json: is missing"]
     assert steps(tmp_path) == [3]
 
 

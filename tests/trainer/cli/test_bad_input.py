@@ -100,7 +100,7 @@ def test_ranks_cannot_read_a_recipe_from_a_pipe_again(monkeypatch, capsys, comma
         ),
         (
             ["strategy.tp=2", "model.architecture.model_type=qwen3_moe"],
-            "strategy.tp: it divides no experts, but strategy.ep does; set strategy.ep to 2",
+            "strategy.tp: tensor parallelism does not divide a model's experts; also set ",
         ),
         (["strategy.ep=3"], "strategy.ep: groups of 3 ranks do not divide the 2 that share"),
         (["strategy.ep=2"], "strategy.ep: the model has no experts; set strategy.ep=1"),

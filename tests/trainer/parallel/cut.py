@@ -170,7 +170,7 @@ def compare_all(rank: int) -> int:
     """Returns `rank`, as one that has come to the end."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
     for sequence, logits in product((False, True), (1 << 20, 300)):  # at once, and in chunks
-        loss_module.most_logits = lambda _, most=logits: most  # type: ignore[attr-defined]
+        loss_module.max_chunk_logits = lambda _, most=logits: most  # type: ignore[attr-defined]
         compare_losses(rank, TensorParallelGroup(mesh["tp"], sequence), mesh["tp"])
     for sequence in (False, True):
         compare_models(mesh, sequence)

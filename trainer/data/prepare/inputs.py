@@ -137,8 +137,9 @@ def _divide(inputs: DataInputFiles, parts: dict[str, tuple[str, ...]]) -> None:
 
 def split_by_name(parts: Sequence[str], strict: bool = False) -> NamedSplit:
     """Return the split that the file's name contains, or else that of the nearest folder whose name
-    contains one; "" if none does. `parts`: names of folders, and the file's name. `strict`: whether
-    further words in the name of a txt file prevent a match."""
+    contains one; "" if none does, and for .md files. Of a name with several it is the first of
+    _WORDS. `parts`: names of folders, and the file's name. `strict`: whether further words in a
+    name, beside _FILLERS, prevent a match for a txt file."""
     ending = bare_suffix(Path(parts[-1]))
     if ending == ".md":
         return ""  # guide/testing.md is no test split

@@ -373,7 +373,8 @@ def stall(steps: Mapping[int, LedgerStepLine], save_at: int, usual: float) -> fl
 
 
 def compare_losses(outcomes: Sequence[ComparedOutcome]) -> None:
-    """Set `difference` of each outcome, relative to the first outcome with losses."""
+    """Set `difference` of each outcome: the largest relative difference of its losses from those of
+    the first outcome with losses, over the steps of both; unchanged if they have none in common."""
     reference = next((one.losses for one in outcomes if one.losses), {})
     for one in outcomes:
         common = one.losses.keys() & reference.keys()

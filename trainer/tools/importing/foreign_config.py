@@ -323,7 +323,7 @@ def words(value: Any) -> list[str]:
     another value."""
     parts = value.split() if isinstance(value, str) else value
     if not isinstance(parts, list) or not all(isinstance(word, str) for word in parts):
-        raise ValueError("a word, or a list of words")
+        raise ValueError("words with spaces between, or a list of words")
     return parts
 
 

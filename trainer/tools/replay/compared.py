@@ -33,8 +33,9 @@ class ReplayNumbers:
 def differences(
     recomputed: ReplayNumbers, line: LedgerStepLine, proof: Proof, tolerance: float
 ) -> Iterator[str]:
-    """Yield a clause for each number in which a step differs from its ledger line. `tolerance`:
-    largest relative difference of losses that rounding explains."""
+    """Yield a clause for each value in which a step differs from its ledger line. With the proof
+    "none" only the consumed data is compared, with "bits" loss and norm must be equal. With
+    "rounding" the loss may differ relatively by `tolerance`, the norm by NORM times as much."""
     if line.consumed and recomputed.consumed and line.consumed != recomputed.consumed:
         yield f"it consumed {recomputed.consumed}, and the ledger says {line.consumed}"
     if proof == "none":
