@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.support import arguments, report, run, spread
 from trainer.data.packing import cu_seqlens_of
-from trainer.models.attention import Documents, attend, choose_attention, locate
+from trainer.models.attention import AttentionDocuments, attend, choose_attention, locate
 from trainer.models.decoder import Decoder
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.recipe.architecture import Architecture
@@ -92,8 +92,8 @@ def measure(way: str, tokens: int, layers: int, recompute: str) -> dict[str, Any
         hidden.square().mean().backward()
         return time.perf_counter() - began
 
-    def dense(*_: object) -> Documents:
-        return Documents("sdpa", (ids[:, None, :, None] == ids[:, None, None, :]).tril())
+    def dense(*_: object) -> AttentionDocuments:
+        return AttentionDocuments("sdpa", (ids[:, None, :, None] == ids[:, None, None, :]).tril())
 
     if way == "bool":
         patch("trainer.models.decoder.locate", dense).start()

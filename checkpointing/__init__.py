@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from checkpointing.format.optimizers import optimizer_tensors
     from checkpointing.load.reader import load_model
     from checkpointing.options import CheckpointOptions
-    from checkpointing.save.link import Spare
+    from checkpointing.save.link import SpareWriter
     from checkpointing.save.messages import SaveOutcome
     from checkpointing.state import Stateful
     from checkpointing.storage.steps import newest_checkpoint, read_state
@@ -34,7 +34,7 @@ _NAMES = {
     "format.optimizers": "optimizer_tensors",
     "errors": "CheckpointError WrongModel DamagedCheckpoint SaveFailed StorageError",
     "save.messages": "SaveOutcome",
-    "save.link": "Spare",
+    "save.link": "SpareWriter",
 }
 _HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
 __all__ = list(_HOME)

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import TensorMeta, parse_step
-from checkpointing.format.optimizers import CheckpointOptimizerTargets
+from checkpointing.format.optimizers import OptimizerFormatTargets
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import RankGroup, failing_alike
 from checkpointing.save.messages import SaveOutcome
@@ -149,7 +149,7 @@ class Checkpointer:
             refuse_values(state, self._own(saved), parts.groups, *saved_parts)
             refuse_ties(parts.tied, saved.get("tied"))
 
-        loading: dict[str, CheckpointOptimizerTargets] = {}
+        loading: dict[str, OptimizerFormatTargets] = {}
 
         def targets(saved: Mapping[str, Any], metas: Mapping[str, TensorMeta]) -> dict[str, Tensor]:
             loading.update(targets_of(state, parts, saved.get("trees", {}), metas))

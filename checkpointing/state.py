@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpointing.errors import WrongModel
 from checkpointing.format.layout import TensorMeta
 from checkpointing.format.optimizers import (
-    CheckpointOptimizerTargets,
+    OptimizerFormatTargets,
     optimizer_state,
     optimizer_targets,
 )
@@ -330,7 +330,7 @@ def _of_optimizer(
 
 def targets_of(
     state: State, parts: StateParts, saved: Mapping[str, Any], metas: Mapping[str, TensorMeta]
-) -> dict[str, CheckpointOptimizerTargets]:
+) -> dict[str, OptimizerFormatTargets]:
     """Returns key → tensors to load the state of each optimizer into.
 
     Args:

@@ -36,7 +36,7 @@ from checkpointing.load.restore import (
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import RankError, RankGroup, failing_alike
 from checkpointing.save import messages as msg
-from checkpointing.save.link import Spare, WriterGoneError
+from checkpointing.save.link import SpareWriter, WriterGoneError
 from checkpointing.save.peers import SavePuller
 from checkpointing.save.planning import SavePlan, SavePlanner, signatures, unguarded
 from checkpointing.save.saves import SaveTracker, WriterClient, checked_state
@@ -111,7 +111,7 @@ class TensorCheckpointer:
         directory: str | Path,
         options: CheckpointOptions,
         group: dist.ProcessGroup | None,
-        spare: Spare | None = None,
+        spare: SpareWriter | None = None,
         *,
         adapter: bool = False,
         read_only: bool = False,
@@ -126,7 +126,7 @@ class TensorCheckpointer:
         self._staging: SaveStaging | None = None
         self._note = ""
         self._saves = SaveTracker(options, self._ranks, self._committed)
-        self._writers = WriterClient(self._ranks, options, self._saves, spare or Spare())
+        self._writers = WriterClient(self._ranks, options, self._saves, spare or SpareWriter())
         self._request_number = 0
         self._known, self._restored = _KnownSteps(), _LoadOrigin()
         self.memory_lasts = False

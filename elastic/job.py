@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # a stand-in (standin.py) runs this module, and must not impo
     from torch.distributed import ProcessGroup
 
     from elastic.group.sampler import Sampler
-    from elastic.node.exchange import WorldSum
+    from elastic.node.exchange import NodeExchangeSum
     from elastic.world import World
 
 
@@ -41,7 +41,7 @@ class Job:
         self.world = world
         self._pulse = pulse
         self._recall = recall or NodeRecallSocket(None)
-        self._pause_sum: WorldSum | None = None
+        self._pause_sum: NodeExchangeSum | None = None
         """The ranks' summed pause requests for the current step; None outside of steps."""
         self._step = self._last = 0
 
@@ -74,14 +74,14 @@ class Job:
     def begin_step(self, step: int, total: int) -> None:
         """Begin step number `step` of `total`. For the callbacks of a library whose loop `steps`
         cannot drive: they call `begin_step`, `due_to_pause` and `end_step`. Called on all ranks."""
-        from elastic.node.exchange import WorldSum
+        from elastic.node.exchange import NodeExchangeSum
 
         # From here on there is something to save.
         self._pulse.safe = False
         self._pulse.report(step, "data")
         self._step, self._last = step, total
         # The sum begins before the step's work, so that the ranks agree while the step runs.
-        self._pause_sum = WorldSum(self._pulse.pause_request)
+        self._pause_sum = NodeExchangeSum(self._pulse.pause_request)
 
     def end_step(self) -> None:
         """End the step that was begun. Called on all ranks, after `save` was called for the step.

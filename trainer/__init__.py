@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.data import Order, Samples, Stream
-    from trainer.models.attention import Documents
+    from trainer.models.attention import AttentionDocuments
     from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, Block, RMSNorm
     from trainer.models.family import Family, LayerKind, init_parameter
     from trainer.models.loss import HeadLoss
@@ -23,7 +23,7 @@ _NAMES = {
     "models.family": "Family LayerKind init_parameter",
     "recipe.architecture": "Architecture",
     "models.decoder": "Block Attention MLP RMSNorm TENSOR_PLAN",
-    "models.attention": "Documents",
+    "models.attention": "AttentionDocuments",
     "models.loss": "HeadLoss",
     "run.sinks": "Sink",
     "run.events": "Start Restart Step RollBack Validation Save End",

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from benchmarks.support.peer import Clock, Job, run_peer
-from elastic.group.batch_plan import BatchPlan, plan_batch
+from elastic.group.batch_plan import GroupBatchPlan, plan_batch
 from trainer.recipe import ZERO_STAGES, Recipe
 
 
@@ -36,7 +36,7 @@ def train(job: Job, clock: Clock) -> None:
         clock.step(loss)
 
 
-def config(recipe: Recipe, stage: int, plan: BatchPlan, parameters: int) -> dict[str, Any]:
+def config(recipe: Recipe, stage: int, plan: GroupBatchPlan, parameters: int) -> dict[str, Any]:
     """A recipe in DeepSpeed's words, for one of its ZeRO stages. Buckets are those it has unless
     told otherwise, but no larger than the model: they are allocated whole."""
     dtype = recipe.precision.dtype

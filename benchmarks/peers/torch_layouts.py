@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainer.models import Decoder
-from trainer.models.attention import Documents
+from trainer.models.attention import AttentionDocuments
 from trainer.parallel.context import chunks
 from trainer.parallel.schedules import cut
 from trainer.recipe import Recipe
@@ -194,7 +194,7 @@ def context_by_gathering(model: Decoder, lr: float) -> Step:
 
             loss = model(
                 batch["input_ids"][:, mine], batch["labels"][:, mine], positions=mine,
-                documents=Documents("ring", look),
+                documents=AttentionDocuments("ring", look),
             )  # fmt: skip
             assert isinstance(loss, Tensor)
             loss = loss / ranks / len(batches)

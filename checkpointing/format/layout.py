@@ -84,7 +84,7 @@ class TensorMeta:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class LayoutTensor:
     """Position of a whole tensor: row-major bytes from offset `begin` of `file`."""
 
     file: str
@@ -100,13 +100,13 @@ class TensorFile:
     """Path relative to the checkpoint directory."""
     header: bytes
     """All bytes before the first tensor: a length word and JSON."""
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, LayoutTensor]
     size: int
     """Bytes of the whole file."""
 
 
 @dataclass(frozen=True)
-class LayoutSection:
+class FileLayoutPart:
     """A collection of tensors in a checkpoint, model or optimizer, and the names of its files."""
 
     folder: str
@@ -125,14 +125,14 @@ class LayoutSection:
         return f"{self.folder}{self.stem}-{number:05}-of-{count:05}.safetensors"
 
 
-MODEL = LayoutSection("", "model")
-ADAPTER = LayoutSection("", "adapter_model", single=True)
+MODEL = FileLayoutPart("", "model")
+ADAPTER = FileLayoutPart("", "adapter_model", single=True)
 """Section in place of MODEL for an adapter, whose base model is stored elsewhere."""
 # In a folder of its own, because Hugging Face readers glob the top level.
-OPTIMIZER = LayoutSection("optimizer/", "optimizer")
+OPTIMIZER = FileLayoutPart("optimizer/", "optimizer")
 
 
-def sections_of(files: Collection[str]) -> tuple[LayoutSection, LayoutSection]:
+def sections_of(files: Collection[str]) -> tuple[FileLayoutPart, FileLayoutPart]:
     """Returns (section of the model or adapter, section of the optimizer) of a checkpoint."""
     return ADAPTER if ADAPTER.index in files else MODEL, OPTIMIZER
 
@@ -156,7 +156,7 @@ def split_step(path: str) -> tuple[str, int | None]:
 
 
 def lay_out(
-    section: LayoutSection, tensors: Mapping[str, TensorMeta], max_bytes: int
+    section: FileLayoutPart, tensors: Mapping[str, TensorMeta], max_bytes: int
 ) -> list[TensorFile]:
     """Distribute whole tensors over the files of a section greedily, in the given order. Each file
     has the bytes that `safetensors.torch.save_file` would write, and at most `max_bytes` of
@@ -202,7 +202,7 @@ def _tensor_file(name: str, tensors: Mapping[str, TensorMeta]) -> TensorFile:
         )
     start = 8 + len(text)
     stored = {
-        key: StoredTensor(name, start + offset, tensors[key]) for key, offset in offsets.items()
+        key: LayoutTensor(name, start + offset, tensors[key]) for key, offset in offsets.items()
     }
     return TensorFile(name, struct.pack("<Q", len(text)) + text, stored, start + end)
 
@@ -216,7 +216,7 @@ def header_bytes(prefix: bytes, where: str, size: int) -> int:
     return 8 + length
 
 
-def parse_header(header: bytes, file: str, size: int, where: str) -> dict[str, StoredTensor]:
+def parse_header(header: bytes, file: str, size: int, where: str) -> dict[str, LayoutTensor]:
     """Returns the tensors of a safetensors file by name, from its header including the length word.
     Raises DamagedCheckpoint if the header is malformed, or its tensors do not fill the file.
 
@@ -226,14 +226,14 @@ def parse_header(header: bytes, file: str, size: int, where: str) -> dict[str, S
         size: bytes of the whole file.
         where: path of the file, for messages.
     """
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, LayoutTensor] = {}
     spans: list[tuple[int, int]] = []
     with _parsing(f"{where}: its header is unreadable or damaged"):
         entries = read_object(header[8:])
         entries.pop("__metadata__", None)
         for name, entry in entries.items():
             begin, end, meta = _parse_entry(name, entry)
-            tensors[name] = StoredTensor(file, len(header) + begin, meta)
+            tensors[name] = LayoutTensor(file, len(header) + begin, meta)
             spans.append((begin, end))
     position = 0
     # In a file without gaps and overlaps, no bytes are hidden from readers.
@@ -394,4 +394,4 @@ def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-register(CommitRecord, FileRecord, StoredTensor)
+register(CommitRecord, FileRecord, LayoutTensor)

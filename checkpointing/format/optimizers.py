@@ -241,7 +241,7 @@ class _Writer:
 
 
 @dataclass(frozen=True)
-class CheckpointOptimizerTargets:
+class OptimizerFormatTargets:
     """Tensors to load an optimizer's state into."""
 
     tensors: dict[str, Tensor]
@@ -256,7 +256,7 @@ def optimizer_targets(
     trees: Mapping[str, Any] | None,
     metas: Mapping[str, TensorMeta],
     name: str = "optimizer",
-) -> CheckpointOptimizerTargets:
+) -> OptimizerFormatTargets:
     """Returns tensors for the state in a checkpoint; changes nothing until `put` is called. Raises
     WrongModel if the state is of a tensor subclass that is not imported.
 
@@ -270,7 +270,7 @@ def optimizer_targets(
         reader = _Reader(parameters, {})
         like = next(iter(parameters.values()), None)
         own = reader.read(trees[OWN], name, like, None, "")
-        return CheckpointOptimizerTargets(
+        return OptimizerFormatTargets(
             _sorted(reader.tensors), lambda: optimizer.load_state_dict(own)
         )
     tensors: dict[str, Tensor] = {}
@@ -299,7 +299,7 @@ def optimizer_targets(
         for key, kept in found.items():
             optimizer.state[key] = kept
 
-    return CheckpointOptimizerTargets(tensors, put)
+    return OptimizerFormatTargets(tensors, put)
 
 
 def _flat(parameters: Parameters, metas: Mapping[str, TensorMeta]) -> dict[str, Any]:

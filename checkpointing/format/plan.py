@@ -19,8 +19,8 @@ from checkpointing.format.layout import (
     DTYPE_BYTES,
     MODEL,
     OPTIMIZER,
-    LayoutSection,
-    StoredTensor,
+    FileLayoutPart,
+    LayoutTensor,
     TensorFile,
     TensorMeta,
     index_json,
@@ -126,7 +126,7 @@ class TensorPiece:
     """A part of a tensor that one rank contributes to a save."""
 
     name: str
-    stored: StoredTensor
+    stored: LayoutTensor
     """Position of the whole tensor in the checkpoint."""
     box: TensorBox
 
@@ -176,7 +176,7 @@ def assign_files(files: Sequence[TensorFile], nodes: int) -> dict[str, int]:
 
 def plan_pieces(
     specs: Mapping[str, TensorSpec],
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, LayoutTensor],
     owners: Mapping[str, tuple[int, ...]],
     rank: int,
 ) -> list[TensorPiece]:
@@ -426,7 +426,7 @@ def plan_input(
     model: Specs,
     optimizer: Specs,
     max_shard_bytes: int,
-    of_model: LayoutSection = MODEL,
+    of_model: FileLayoutPart = MODEL,
 ) -> SavePlanInput:
     """Decide in which file and where each tensor is stored, from names, dtypes and shapes alone.
     `of_model` is MODEL or ADAPTER."""
@@ -442,7 +442,7 @@ def plan_input(
     return SavePlanInput(by_section(model, optimizer), files, indexes, digest)
 
 
-def stored_by_name(files: Sequence[TensorFile]) -> dict[str, StoredTensor]:
+def stored_by_name(files: Sequence[TensorFile]) -> dict[str, LayoutTensor]:
     return {name: tensor for file in files for name, tensor in file.tensors.items()}
 
 

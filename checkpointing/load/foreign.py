@@ -37,7 +37,7 @@ from checkpointing.errors import (
     explain,
     reading,
 )
-from checkpointing.format.layout import DCP_METADATA, StoredTensor, TensorMeta
+from checkpointing.format.layout import DCP_METADATA, LayoutTensor, TensorMeta
 from checkpointing.format.plan import TensorBox, TensorSpec, local_boxes
 from checkpointing.format.tensors import STORED_DTYPES, TORCH_DTYPES, box_view
 from checkpointing.format.untrusted import count, is_plain, printable
@@ -69,8 +69,8 @@ _CURES = (
 
 
 def by_model_names(
-    stored: Mapping[str, StoredTensor], known: Collection[str]
-) -> dict[str, StoredTensor]:
+    stored: Mapping[str, LayoutTensor], known: Collection[str]
+) -> dict[str, LayoutTensor]:
     """Returns tensors by the names of a model: without wrappers' parts, and with or without the
     first part that most of the model's names have, such as `model.`. Files saved from the backbone
     lack this part, and files saved from a wrapper have it twice; transformers opens both kinds of
@@ -103,11 +103,11 @@ def _without_wrappers(name: str) -> str:
 
 
 def without_copies(
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, LayoutTensor],
     wanted: Collection[str],
     tied: Mapping[str, str],
-    read: Callable[[StoredTensor], Iterable[Tensor]],
-) -> dict[str, StoredTensor]:
+    read: Callable[[LayoutTensor], Iterable[Tensor]],
+) -> dict[str, LayoutTensor]:
     """Returns the tensors without copies of tied weights. If a file holds only the copy, it takes
     the weight's place. Raises WrongModel if a weight and its copy differ, as if trained apart.
 
@@ -132,7 +132,7 @@ def without_copies(
 
 
 def _equal(
-    first: StoredTensor, second: StoredTensor, read: Callable[[StoredTensor], Iterable[Tensor]]
+    first: LayoutTensor, second: LayoutTensor, read: Callable[[LayoutTensor], Iterable[Tensor]]
 ) -> bool:
     if first.meta.shape != second.meta.shape:
         return False
@@ -170,8 +170,8 @@ class _DcpCheckpoint:
     metadata: Metadata
 
     @property
-    def optimizer(self) -> dict[str, StoredTensor]:
-        """Optimizer state by this package's names (`<fqn>.exp_avg`). `StoredTensor.file` holds the
+    def optimizer(self) -> dict[str, LayoutTensor]:
+        """Optimizer state by this package's names (`<fqn>.exp_avg`). `LayoutTensor.file` holds the
         name of the tensor in the checkpoint. Raises StorageError if state is saved by the number of
         a parameter, not by its name."""
         found = {}
@@ -187,15 +187,15 @@ class _DcpCheckpoint:
         return found
 
     @property
-    def model(self) -> dict[str, StoredTensor]:
+    def model(self) -> dict[str, LayoutTensor]:
         """All tensors but the optimizer's, without their common prefix (such as `model.`);
-        `StoredTensor.file` holds the name of the tensor in the checkpoint."""
+        `LayoutTensor.file` holds the name of the tensor in the checkpoint."""
         names = self._model_names()
         return self._under(self._nesting(names), names)
 
-    def model_for(self, wanted: Collection[str]) -> dict[str, StoredTensor]:
+    def model_for(self, wanted: Collection[str]) -> dict[str, LayoutTensor]:
         """Returns tensors by the names of a model: the tensors under the prefix that matches most
-        of `wanted`. `StoredTensor.file` holds the name of the tensor in the checkpoint."""
+        of `wanted`. `LayoutTensor.file` holds the name of the tensor in the checkpoint."""
         names = self._model_names()
         prefixes = Counter(
             name.removesuffix(target)
@@ -229,14 +229,14 @@ class _DcpCheckpoint:
             prefix for prefix in _MODEL_PREFIXES if all(name.startswith(prefix) for name in names)
         )
 
-    def _under(self, prefix: str, names: Iterable[str]) -> dict[str, StoredTensor]:
+    def _under(self, prefix: str, names: Iterable[str]) -> dict[str, LayoutTensor]:
         return {
             name.removeprefix(prefix): self._stored(name)
             for name in names
             if name.startswith(prefix)
         }
 
-    def _stored(self, name: str) -> StoredTensor:
+    def _stored(self, name: str) -> LayoutTensor:
         entry = self._tensors[name]
         dtype = STORED_DTYPES.get(entry.properties.dtype)
         if dtype is None:
@@ -244,16 +244,16 @@ class _DcpCheckpoint:
                 f"{self.path}: {name} is {entry.properties.dtype}, which safetensors does not "
                 "store; convert it before it is saved with DCP"
             )
-        return StoredTensor(name, 0, TensorMeta(dtype, tuple(entry.size)))
+        return LayoutTensor(name, 0, TensorMeta(dtype, tuple(entry.size)))
 
-    def read(self, stored: StoredTensor) -> Tensor:
+    def read(self, stored: LayoutTensor) -> Tensor:
         """Returns a whole tensor, on the CPU. Raises the errors of `fill`."""
         whole = torch.empty(stored.meta.shape, dtype=TORCH_DTYPES[stored.meta.dtype])
         self.fill({"": stored}, {"": LoadTarget(whole, [TensorBox.whole(stored.meta.shape)])})
         return whole
 
     @torch.no_grad()
-    def fill(self, stored: Mapping[str, StoredTensor], targets: Mapping[str, LoadTarget]) -> None:
+    def fill(self, stored: Mapping[str, LayoutTensor], targets: Mapping[str, LoadTarget]) -> None:
         """Read the boxes of targets with torch's own reader. Each rank calls it by itself. Raises
         DamagedCheckpoint, which names the missing or damaged part, and StorageError if a file
         cannot be read."""
@@ -339,7 +339,7 @@ def _check(metadata: Metadata) -> None:
 
 
 def targets_of(
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, LayoutTensor],
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
     rank: int,

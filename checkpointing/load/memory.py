@@ -25,7 +25,7 @@ from errno import EACCES, ELOOP, EPERM
 import numpy as np
 
 from checkpointing.errors import DamagedCheckpoint, StorageError
-from checkpointing.save.messages import LeftoverAddress, Manifest
+from checkpointing.save.messages import SaveLeftoverAddress, SaveManifest
 from checkpointing.save.peers import Pull, open_leftover, read_manifest
 from checkpointing.storage.folders import hold, living_folders, memory_folders
 from checkpointing.storage.place import StoragePlace
@@ -44,16 +44,16 @@ _TOKEN = re.compile(rb"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class LeftoverSlot:
+class LoadLeftoverSlot:
     """A slot left by a dead process of the run, and the node of the new start that has it."""
 
     slot: str
     """Path of the slot's folder."""
     home: int
-    manifest: Manifest
+    manifest: SaveManifest
 
 
-register(LeftoverSlot)
+register(LoadLeftoverSlot)
 
 
 def token(directory: StoragePlace) -> str | None:
@@ -96,7 +96,7 @@ def make_token(directory: StoragePlace) -> str:
     return found
 
 
-def leftover_slots(directory: str, home: int, run: str, held: ExitStack) -> list[LeftoverSlot]:
+def leftover_slots(directory: str, home: int, run: str, held: ExitStack) -> list[LoadLeftoverSlot]:
     """Returns the slots that dead processes of a run left on this machine, which is node `home`.
     Locks keep other processes from taking over or deleting the slots, until `held` is closed.
 
@@ -116,13 +116,13 @@ def leftover_slots(directory: str, home: int, run: str, held: ExitStack) -> list
         for path in sorted(folder.path.glob("*.manifest")):
             manifest = read_manifest(path, run)
             if manifest:
-                found.append(LeftoverSlot(str(path.with_suffix("")), home, manifest))
+                found.append(LoadLeftoverSlot(str(path.with_suffix("")), home, manifest))
     return found
 
 
 def newest_whole(
-    left: Sequence[LeftoverSlot], tensors: str, listed: int | None, good: int | None
-) -> tuple[int, list[LeftoverSlot]] | None:
+    left: Sequence[LoadLeftoverSlot], tensors: str, listed: int | None, good: int | None
+) -> tuple[int, list[LoadLeftoverSlot]] | None:
     """Returns (step, slots) of the newest complete step, with one slot for each node of the run
     that left it; None if there is none. Of a slot and its copy, the one on the node of the same
     number is preferred, as the same ranks run on that node and read it locally. The result is also
@@ -137,7 +137,7 @@ def newest_whole(
     """
     if max((part.manifest.committed or 0 for part in left), default=0) > (listed or 0):
         return None
-    parts: dict[tuple[int, int, str], dict[int, LeftoverSlot]] = {}
+    parts: dict[tuple[int, int, str], dict[int, LoadLeftoverSlot]] = {}
     for part in left:
         found = part.manifest
         # storage is as it was at the copy, or this very step has been committed since
@@ -155,7 +155,7 @@ def newest_whole(
     return best[0], [parts[best][node] for node in range(best[1])]
 
 
-def check(part: LeftoverSlot, run: str) -> None:
+def check(part: LoadLeftoverSlot, run: str) -> None:
     """Compare a slot on this machine with its checksums, with up to MOST_CHECKS threads, since all
     ranks wait for the result. Raises DamagedCheckpoint if a checksum is wrong."""
     threads = min(MOST_CHECKS, len(os.sched_getaffinity(0)))
@@ -167,11 +167,11 @@ def check(part: LeftoverSlot, run: str) -> None:
 
 
 class LoadSlotsFile:
-    """A tensor file assembled from the slots `parts`; implements StoredFile. `home` is the node of
+    """A tensor file assembled from the slots `parts`; implements StorageFile. `home` is the node of
     this process, `pull` fetches from other nodes."""
 
     def __init__(
-        self, file: str, parts: Sequence[LeftoverSlot], home: int, pull: Pull, run: str
+        self, file: str, parts: Sequence[LoadLeftoverSlot], home: int, pull: Pull, run: str
     ) -> None:
         self._file, self._pull = file, pull
         self._spans = sorted(
@@ -212,6 +212,6 @@ class LoadSlotsFile:
             np.copyto(np.frombuffer(buffer, np.uint8, count), source)
         else:
             part, span = self._parts[number], [(offset, offset + count)]
-            for data in self._pull(part.home, LeftoverAddress(part.slot), self._file, span):
+            for data in self._pull(part.home, SaveLeftoverAddress(part.slot), self._file, span):
                 buffer[:count] = data
         return count

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from checkpointing.format.digests import CrcReader
-from checkpointing.format.layout import DTYPE_BYTES, FileRecord, StoredTensor, TensorMeta
+from checkpointing.format.layout import DTYPE_BYTES, FileRecord, LayoutTensor, TensorMeta
 from checkpointing.format.plan import (
     Nodes,
     TensorBox,
@@ -40,7 +40,7 @@ class LoadUnit:
     """A box of a tensor that is read as a whole."""
 
     name: str
-    stored: StoredTensor
+    stored: LayoutTensor
     box: TensorBox
     redundant: CrcReader
     """Number of this reader among all readers of these bytes."""
@@ -72,7 +72,7 @@ class _ReadPlan:
 
 
 def plan_reads(
-    specs: Mapping[str, TensorSpec], stored: Mapping[str, StoredTensor], rank: int, nodes: Nodes
+    specs: Mapping[str, TensorSpec], stored: Mapping[str, LayoutTensor], rank: int, nodes: Nodes
 ) -> _ReadPlan:
     """Divide the reading of tensors among ranks. `specs` has all tensors, and is the same on all
     ranks of `nodes`: the ranks of each node that load together. Other ranks that hold parts of the

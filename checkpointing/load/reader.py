@@ -13,7 +13,7 @@ from checkpointing.format.layout import (
     DCP_METADATA,
     MODEL,
     FileRecord,
-    StoredTensor,
+    LayoutTensor,
 )
 from checkpointing.format.plan import TensorSpec, not_finite
 from checkpointing.format.tensors import TORCH_DTYPES, place_of, tensors_not_finite
@@ -23,7 +23,7 @@ from checkpointing.load.foreign import by_model_names, cure, without_copies
 from checkpointing.load.segments import LoadFiles
 from checkpointing.ranks import RankGroup, failing_alike
 from checkpointing.storage.place import StoragePlace, local, location
-from checkpointing.storage.source import StoredTensorReader
+from checkpointing.storage.source import StorageTensorReader
 from checkpointing.storage.steps import (
     ADAPTER_CURE,
     hugging_face_tensors,
@@ -77,7 +77,7 @@ def load_model(
     with failing_alike():
         (specs,) = ranks.specs(lambda: [tensors])
 
-        def fit(stored: Mapping[str, StoredTensor], read: ReadPieces) -> dict[str, StoredTensor]:
+        def fit(stored: Mapping[str, LayoutTensor], read: ReadPieces) -> dict[str, LayoutTensor]:
             return _fit(path, stored, specs, optional, tied, read)
 
         look = ranks.on_main(lambda: _look(path, fit, verify=verify))
@@ -95,15 +95,15 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: known for name, known in found.items() if known != name}
 
 
-ReadPieces = Callable[[StoredTensor], Iterable[Tensor]]
+ReadPieces = Callable[[LayoutTensor], Iterable[Tensor]]
 """Yields the elements of a tensor in order, piece by piece."""
-Fit = Callable[[Mapping[str, StoredTensor], ReadPieces], dict[str, StoredTensor]]
+Fit = Callable[[Mapping[str, LayoutTensor], ReadPieces], dict[str, LayoutTensor]]
 """(tensors of a checkpoint, `ReadPieces`) → tensors by target; raises WrongModel."""
 
 
 def _look(
     path: StoragePlace, fit: Fit, *, verify: bool
-) -> tuple[dict[str, StoredTensor], dict[str, FileRecord]] | None:
+) -> tuple[dict[str, LayoutTensor], dict[str, FileRecord]] | None:
     """Returns (positions of the tensors, checksums by file); None for a DCP checkpoint."""
     storage = storage_of(path)
     if storage.exists(path / DCP_METADATA):
@@ -124,9 +124,9 @@ def _look(
 
 
 def _pieces(
-    path: StoragePlace, tensor: StoredTensor, records: Mapping[str, FileRecord]
+    path: StoragePlace, tensor: LayoutTensor, records: Mapping[str, FileRecord]
 ) -> Iterator[Tensor]:
-    with StoredTensorReader(path, records) as reader:
+    with StorageTensorReader(path, records) as reader:
         for start in range(0, tensor.meta.nbytes, BLOCK_BYTES):
             piece = torch.empty(min(BLOCK_BYTES, tensor.meta.nbytes - start), dtype=torch.uint8)
             reader.read(tensor, start, piece.numpy().data)
@@ -158,12 +158,12 @@ def _load_dcp(
 
 def _fit(
     path: StoragePlace,
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, LayoutTensor],
     specs: Mapping[str, TensorSpec],
     optional: Collection[str],
     tied: Mapping[str, str],
     read: ReadPieces,
-) -> dict[str, StoredTensor]:
+) -> dict[str, LayoutTensor]:
     """Implements `Fit`; the other parameters are those of `load_model`."""
     try:
         named = by_model_names(stored, {*specs, *optional, *tied})
@@ -184,7 +184,7 @@ def _fit(
 
 def refuse_differences(
     path: StoragePlace,
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, LayoutTensor],
     wanted: Mapping[str, TensorSpec],
     what: str = "model",
 ) -> None:

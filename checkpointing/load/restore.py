@@ -15,7 +15,7 @@ from checkpointing.format import layout
 from checkpointing.format.plan import by_section, stored_by_name
 from checkpointing.load.fill import read_together
 from checkpointing.load.memory import (
-    LeftoverSlot,
+    LoadLeftoverSlot,
     LoadSlotsFile,
     check,
     leftover_slots,
@@ -74,7 +74,7 @@ def load_step(
     lock = ExitStack()
 
     def look() -> tuple[
-        layout.CommitRecord, tuple[dict[str, layout.StoredTensor], ...], dict[str, Any]
+        layout.CommitRecord, tuple[dict[str, layout.LayoutTensor], ...], dict[str, Any]
     ]:
         lock.enter_context(reading_lock(path))
         step = open_step(path)
@@ -123,8 +123,8 @@ class _MemoryStep:
     """Newest good step in storage."""
     run: str
     """Token of the run, see memory.py [Note: token]."""
-    parts: list[LeftoverSlot]
-    stored: dict[str, layout.StoredTensor]
+    parts: list[LoadLeftoverSlot]
+    stored: dict[str, layout.LayoutTensor]
     state: dict[str, Any]
     goal: LoadGoal
 
@@ -162,16 +162,16 @@ def find_memory(
 
 def after_leftover_slots(
     ranks: RankGroup, directory: StoragePlace, held: ExitStack, look: Callable[[], T]
-) -> tuple[str, list[LeftoverSlot], T | None]:
+) -> tuple[str, list[LoadLeftoverSlot], T | None]:
     """Returns the run's token ("": it has none), the slots that dead processes of the run left in
     the memory of all machines, and the result of `look`. Rank 0 calls `look` after it knows all
     slots. Without slots `look` is not called, and its result is None. Called on all ranks."""
 
-    def slots(run: str) -> list[LeftoverSlot]:
+    def slots(run: str) -> list[LoadLeftoverSlot]:
         found = run and ranks.first_of_node
         return leftover_slots(str(directory), ranks.node, run, held) if found else []
 
-    def on_this_node() -> tuple[str, list[LeftoverSlot], T | None]:
+    def on_this_node() -> tuple[str, list[LoadLeftoverSlot], T | None]:
         run = token(directory) or ""
         left = slots(run)
         return run, left, look() if left else None

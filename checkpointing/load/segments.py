@@ -12,17 +12,17 @@ from torch import Tensor
 
 from checkpointing.errors import DamagedCheckpoint, reading
 from checkpointing.format.digests import CrcBlockSums, CrcReader, is_finite
-from checkpointing.format.layout import FileRecord, StoredTensor
+from checkpointing.format.layout import FileRecord, LayoutTensor
 from checkpointing.format.plan import TensorBox
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor
 from checkpointing.load.read_plan import ALIGNMENT, LoadSlab, LoadUnit, intersection
-from checkpointing.storage.interface import StoredFile
+from checkpointing.storage.interface import StorageFile
 from checkpointing.storage.place import StoragePlace
 
 _MOST_BUFFERS = 1024
 _JOB_STEPS = 16
 
-OpenFile = Callable[[str], AbstractContextManager[StoredFile]]
+OpenFile = Callable[[str], AbstractContextManager[StorageFile]]
 """Opens a file of a checkpoint by its name."""
 
 
@@ -33,7 +33,7 @@ class LoadFiles:
     where: StoragePlace
     """Path of the checkpoint, for messages."""
     open: OpenFile
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, LayoutTensor]
     records: Mapping[str, FileRecord]
     """File → checksums. A file without an entry is not checked."""
 
@@ -162,7 +162,7 @@ class LoadSegmentReader(ExitStack):
         self._arena = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         self._memory = self._arena.numpy().data
         self._name: str | None = None
-        self._file: StoredFile | None = None
+        self._file: StorageFile | None = None
 
     @torch.no_grad()
     def read(self, job: LoadJob) -> None:
@@ -172,13 +172,13 @@ class LoadSegmentReader(ExitStack):
             for batch in job.batches:
                 self._read_batch(self._open(job.file), job.file, batch)
 
-    def _open(self, name: str) -> StoredFile:
+    def _open(self, name: str) -> StorageFile:
         if self._file is None or name != self._name:
             self.close()
             self._file, self._name = self.enter_context(self._files.open(name)), name
         return self._file
 
-    def _read_batch(self, file: StoredFile, name: str, batch: list[LoadSegment]) -> None:
+    def _read_batch(self, file: StorageFile, name: str, batch: list[LoadSegment]) -> None:
         places, end = [], 0
         for segment in batch:
             places.append(end)

@@ -27,7 +27,7 @@ from checkpointing.format.plan import (
     plan_file,
     plan_pieces,
 )
-from checkpointing.save.messages import BlockRange, Key, Position, Slot
+from checkpointing.save.messages import Key, Position, SaveBlockRange, Slot
 from checkpointing.save.peers import Pull
 from checkpointing.save.slots import Ranges, SaveSlotFiles, ranges_of
 from checkpointing.storage.interface import NewStoredStep
@@ -55,21 +55,21 @@ class SaveFileLayout:
         """Position after the last byte of the last file."""
         return len(self.files), 0
 
-    def place(self, blocks: BlockRange) -> Position:
+    def place(self, blocks: SaveBlockRange) -> Position:
         """Returns the position that all nodes must have staged before `blocks` can be written."""
         number = self._numbers[blocks.file]
         return number, min(blocks.stop * BLOCK_BYTES, self.files[number].size)
 
-    def by_node(self, in_parts: bool) -> dict[int, deque[BlockRange]]:
+    def by_node(self, in_parts: bool) -> dict[int, deque[SaveBlockRange]]:
         """Returns node → the blocks that it owns, one range for each grant; `in_parts`: whether
         several writers may write to one file."""
-        units: dict[int, deque[BlockRange]] = {}
+        units: dict[int, deque[SaveBlockRange]] = {}
         for file in self.files:
             blocks = math.ceil(file.size / BLOCK_BYTES)
             # an object is one upload, so it has a single writer
             some = UNIT_BLOCKS if in_parts else blocks
             units.setdefault(self.owners[file.name], deque()).extend(
-                BlockRange(file.name, first, min(first + some, blocks))
+                SaveBlockRange(file.name, first, min(first + some, blocks))
                 for first in range(0, blocks, some)
             )
         return units
@@ -81,7 +81,7 @@ class SaveGrants:
 
     def __init__(self, nodes: int) -> None:
         self._nodes, self._turn = nodes, 0
-        self._out: dict[tuple[Key, BlockRange], int] = {}
+        self._out: dict[tuple[Key, SaveBlockRange], int] = {}
 
     def __len__(self) -> int:
         return len(self._out)
@@ -92,10 +92,10 @@ class SaveGrants:
         self._turn += 1  # otherwise node 0 would get most grants
         return min(nodes, key=lambda node: (busy[node], (node - self._turn) % self._nodes))
 
-    def give(self, key: Key, blocks: BlockRange, node: int) -> None:
+    def give(self, key: Key, blocks: SaveBlockRange, node: int) -> None:
         self._out[key, blocks] = node
 
-    def take_back(self, key: Key, blocks: BlockRange) -> bool:
+    def take_back(self, key: Key, blocks: SaveBlockRange) -> bool:
         return self._out.pop((key, blocks), None) is not None
 
     def forget(self, node: int) -> None:
@@ -190,7 +190,7 @@ class SaveStoppedError(Exception):
 
 
 def write_blocks(
-    blocks: BlockRange,
+    blocks: SaveBlockRange,
     plan: SaveNodePlan,
     slot: SaveSlotFiles,
     target: NewStoredStep,

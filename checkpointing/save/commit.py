@@ -33,9 +33,13 @@ from checkpointing.save.messages import SaveContents
 from checkpointing.storage.interface import NewStoredStep
 from checkpointing.storage.ownership import is_alive, keep_to, owner
 from checkpointing.storage.place import P, StoragePlace, location
-from checkpointing.storage.retention import RetentionVerdicts, inspect_steps, prune
+from checkpointing.storage.retention import StorageRetentionVerdicts, inspect_steps, prune
 from checkpointing.storage.steps import new_step, storage_of
-from checkpointing.storage.verification import VerificationStoppedError, is_damage, verify_step
+from checkpointing.storage.verification import (
+    StorageVerificationStoppedError,
+    is_damage,
+    verify_step,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -206,8 +210,8 @@ class SaveCommitter:
         """
         unreadable: set[str] = set()
 
-        def known() -> RetentionVerdicts:
-            return RetentionVerdicts(
+        def known() -> StorageRetentionVerdicts:
+            return StorageRetentionVerdicts(
                 self._damaged | self._found_damaged, unreadable, self._verified
             )
 
@@ -222,7 +226,7 @@ class SaveCommitter:
             try:
                 # one thread, as training and the next save go first
                 _, problems = verify_step(newest.path, threads=1, pause=pause)
-            except VerificationStoppedError:
+            except StorageVerificationStoppedError:
                 break
             if not problems:
                 self._verified.add(newest.path.name)
@@ -267,7 +271,7 @@ def _slowly(
     def pause() -> None:
         nonlocal last
         if ending() and nbytes > READ_AT_END_BYTES:
-            raise VerificationStoppedError
+            raise StorageVerificationStoppedError
         if busy():  # this leaves three quarters of the bandwidth to the save
             time.sleep(min(1.0, 3 * (time.monotonic() - last)))
         last = time.monotonic()

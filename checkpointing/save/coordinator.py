@@ -60,7 +60,7 @@ class _Save:
     numbers: dict[int, SectionNumbers] = field(default_factory=dict)
     """Node that has copied everything → summary of the numbers."""
     preparing: bool = False
-    waiting: dict[int, deque[msg.BlockRange]] = field(default_factory=dict)
+    waiting: dict[int, deque[msg.SaveBlockRange]] = field(default_factory=dict)
     """Node → blocks of files that it owns and that are not granted yet."""
     checksums: dict[str, dict[int, int]] = field(default_factory=dict)
     committing: bool = False
@@ -352,7 +352,11 @@ class SaveCoordinator:
         self._grant()
 
     def _on_failed(
-        self, node: int, key: msg.Key, failure: msg.NodeSaveFailure, blocks: msg.BlockRange | None
+        self,
+        node: int,
+        key: msg.Key,
+        failure: msg.NodeSaveFailure,
+        blocks: msg.SaveBlockRange | None,
     ) -> None:
         if blocks is not None:
             self._grants.take_back(key, blocks)

@@ -74,7 +74,7 @@ def _code(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:
     return process.poll()
 
 
-class Spare:
+class SpareWriter:
     """A writer process that is started before it is needed, since its imports take a while. A rank
     has one for all its checkpointers. Used in the main thread; an unused writer process ends with
     the rank."""
@@ -148,7 +148,7 @@ class WriterLink:
             try:
                 left = max(0.01, deadline - time.monotonic())
                 self._connection = call(self._setup.address, self._setup.secret, left)
-                self._connection.send(msg.CallerGreeting("rank", self._rank))
+                self._connection.send(msg.SaveCallerGreeting("rank", self._rank))
                 return
             except (OSError, EOFError) as error:
                 if self._process and (code := self._process.poll()) is not None:

@@ -57,7 +57,7 @@ class WriterSetup:
 
 
 @dataclass(frozen=True)
-class CallerGreeting:
+class SaveCallerGreeting:
     """First message on a connection to a writer: who calls."""
 
     kind: Literal["rank", "node", "pull"]
@@ -66,7 +66,7 @@ class CallerGreeting:
 
 
 @dataclass(frozen=True)
-class BlockRange:
+class SaveBlockRange:
     """Blocks number `first` to `stop` - 1 of one file: the work of one grant."""
 
     file: str
@@ -147,7 +147,7 @@ def overdue(options: CheckpointOptions) -> str:
 
 
 @dataclass(frozen=True)
-class Addresses:
+class SaveAddresses:
     """A rank sends its writer the addresses of the writers of all nodes, in order."""
 
     of_nodes: Sequence[Address]
@@ -204,12 +204,12 @@ class RankClosing:
 
 
 FromRank = (
-    Addresses | WantSlots | SaveRequest | RefuseSave | StagedReport | CopyFailed | RankClosing
+    SaveAddresses | WantSlots | SaveRequest | RefuseSave | StagedReport | CopyFailed | RankClosing
 )
 
 
 @dataclass
-class Manifest:
+class SaveManifest:
     """Description of a slot, which holds one node's part of a step. Stored beside the slot, see
     peers.py [Note: manifest]."""
 
@@ -257,7 +257,7 @@ class SlotComplete:
 
     key: Key
     slot: int
-    manifest: Manifest
+    manifest: SaveManifest
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class WriteReceipt:
     """A writer reports that it has written the blocks of a grant."""
 
     key: Key
-    blocks: BlockRange
+    blocks: SaveBlockRange
     checksums: Mapping[int, int]
     """Number of a block → CRC-32."""
     span: Mapping[str, Any]
@@ -285,7 +285,7 @@ class GrantDropped:
     """A writer dropped a grant, because the save failed or the writer does not know it."""
 
     key: Key
-    blocks: BlockRange
+    blocks: SaveBlockRange
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ class NodeCannotSave:
 
     key: Key
     failure: NodeSaveFailure
-    blocks: BlockRange | None = None
+    blocks: SaveBlockRange | None = None
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ class WriteGrant:
 
     key: Key
     slot: int
-    blocks: BlockRange
+    blocks: SaveBlockRange
     target: NewStoredStep
     rate: float | None
     """Largest number of bytes per second; None: no limit."""
@@ -366,7 +366,7 @@ class CopySlot:
     source: int
     key: Key
     slot: int
-    manifest: Manifest
+    manifest: SaveManifest
 
 
 @dataclass(frozen=True)
@@ -434,17 +434,17 @@ class SlotInUse:
 
 
 @dataclass(frozen=True)
-class LeftoverAddress:
+class SaveLeftoverAddress:
     """Address of a slot that an earlier process of this run left on the receiver's node."""
 
     folder: str
 
 
-Slot = SlotInUse | LeftoverAddress
+Slot = SlotInUse | SaveLeftoverAddress
 
 
 @dataclass(frozen=True)
-class Fetch:
+class SaveFetch:
     """Requests bytes of a slot. The answer is the bytes of each range."""
 
     slot: Slot
@@ -452,5 +452,5 @@ class Fetch:
     ranges: Sequence[tuple[int, int]]
 
 
-register(WriterSetup, CallerGreeting, Fetch, *get_args(Slot))
+register(WriterSetup, SaveCallerGreeting, SaveFetch, *get_args(Slot))
 register(*{*get_args(FromRank), *get_args(ToCoordinator), *get_args(ToNode), *get_args(ToRank)})

@@ -60,7 +60,7 @@ class SaveNodeMemory:
         self.files: list[SaveSlotFiles] = []
         self._filled: dict[int, SaveSlotFilling] = {}
         """Slot → the last save copied into it, even if that has ended or failed."""
-        self._manifests: dict[str, msg.Manifest] = {}
+        self._manifests: dict[str, msg.SaveManifest] = {}
         """Name of a slot, or of a copy of another node's slot → its valid manifest."""
         self.remembering = 0
         """Number of slots whose checksums are being computed."""
@@ -168,7 +168,7 @@ class SaveNodeMemory:
         return self.files[slot]
 
     def remember(
-        self, filling: SaveSlotFilling, done: Callable[[msg.Manifest | None], None]
+        self, filling: SaveSlotFilling, done: Callable[[msg.SaveManifest | None], None]
     ) -> None:
         """Compute the checksums of a complete slot and write its manifest, so that a restart may
         use it. Calls done(manifest), or done(None) if a restart cannot use the slot."""
@@ -187,7 +187,7 @@ class SaveNodeMemory:
             if isinstance(checksums, Exception):
                 error = checksums
             else:
-                manifest = msg.Manifest(
+                manifest = msg.SaveManifest(
                     # The secret is new at each start and equal on all nodes; so is its digest.
                     hashlib.sha256(self._setup.secret).hexdigest()[:16],
                     filling.key[0], filling.newest, tensors,

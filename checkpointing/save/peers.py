@@ -27,7 +27,7 @@ from checkpointing.storage import folders
 logger = logging.getLogger(__name__)
 
 
-def write_manifest(folder: Path, slot: str, manifest: msg.Manifest | None, token: str) -> None:
+def write_manifest(folder: Path, slot: str, manifest: msg.SaveManifest | None, token: str) -> None:
     """Write the manifest of a slot. None removes it, so that no restart uses the slot."""
     path = folder / f"{slot}.manifest"
     if manifest is None:
@@ -40,7 +40,7 @@ def write_manifest(folder: Path, slot: str, manifest: msg.Manifest | None, token
     os.replace(aside, path)
 
 
-def read_manifest(path: Path, token: str) -> msg.Manifest | None:
+def read_manifest(path: Path, token: str) -> msg.SaveManifest | None:
     """Returns a slot's manifest; None if it is missing, damaged, or of another run."""
     try:
         mac, _, body = path.read_bytes().partition(b"\n")
@@ -52,7 +52,7 @@ def read_manifest(path: Path, token: str) -> msg.Manifest | None:
             file: [(start, stop) for start, stop in of_file]
             for file, of_file in found["ranges"].items()
         }
-        return msg.Manifest(**found)
+        return msg.SaveManifest(**found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -64,7 +64,7 @@ def _mac(body: bytes, token: str) -> bytes:
 def copy_slot(
     folder: Path,
     name: str,
-    manifest: msg.Manifest,
+    manifest: msg.SaveManifest,
     pull: Callable[[str, list[tuple[int, int]]], Generator[bytes]],
     token: str,
 ) -> None:
@@ -139,7 +139,7 @@ class SavePuller:
         while left:
             try:
                 connection = self._connection(node)
-                connection.send(msg.Fetch(slot, file, left))
+                connection.send(msg.SaveFetch(slot, file, left))
                 for bundle in bundles(tuple(left)):
                     data, at = connection.recv_bytes(), 0
                     for start, stop in bundle:
@@ -164,7 +164,7 @@ class SavePuller:
             connection = self._connections[node] = call(self._addresses[node], self._secret)
             # A machine that has failed does not close its connections, so limit the wait.
             connection.limit(SILENT_SECONDS)
-            connection.send(msg.CallerGreeting("pull", node))
+            connection.send(msg.SaveCallerGreeting("pull", node))
         return self._connections[node]
 
 
@@ -180,12 +180,12 @@ def serve_pulls(
     """
     left: dict[str, SaveSlotFiles] = {}
     while True:
-        wanted: msg.Fetch = connection.recv()
+        wanted: msg.SaveFetch = connection.recv()
         file = wanted.file
         match wanted.slot:
             case msg.SlotInUse(number, key):
                 files = slots(number, key)
-            case msg.LeftoverAddress(folder):
+            case msg.SaveLeftoverAddress(folder):
                 path = f"{folder}/{file}"
                 # Opened once, as a load reads many ranges of each file.
                 if path not in left:

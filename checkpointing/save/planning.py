@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpointing.format.digests import digest_and_finite
-from checkpointing.format.layout import MODEL, LayoutSection
+from checkpointing.format.layout import MODEL, FileLayoutPart
 from checkpointing.format.plan import (
     SavePlanInput,
     Specs,
@@ -50,7 +50,7 @@ class SaveTensors:
     specs: tuple[Specs, Specs]
     """(specs of the model, specs of the optimizer), equal on all ranks."""
     max_shard_bytes: int
-    of_model: LayoutSection = MODEL
+    of_model: FileLayoutPart = MODEL
 
     @cached_property
     def layout(self) -> SavePlanInput:
@@ -76,7 +76,7 @@ class SavePlanner:
     tensors: MODEL, or ADAPTER."""
 
     def __init__(
-        self, ranks: RankGroup, max_shard_bytes: int, of_model: LayoutSection = MODEL
+        self, ranks: RankGroup, max_shard_bytes: int, of_model: FileLayoutPart = MODEL
     ) -> None:
         self._ranks, self._max_shard_bytes, self._of_model = ranks, max_shard_bytes, of_model
         self._described: SaveTensors | None = None

@@ -19,7 +19,7 @@ from checkpointing.save.channel import job_secret
 from checkpointing.save.link import (
     END_SECONDS,
     GONE,
-    Spare,
+    SpareWriter,
     WriterGoneError,
     WriterLink,
     WriterUnansweredError,
@@ -105,7 +105,9 @@ class SaveTracker:
             self.lost_writer()
         return closed
 
-    def slots(self, link: WriterLink, addresses: msg.Addresses, want: msg.WantSlots) -> SaveSlots:
+    def slots(
+        self, link: WriterLink, addresses: msg.SaveAddresses, want: msg.WantSlots
+    ) -> SaveSlots:
         """Request slots for a plan, and wait for them. Raises StorageError if the writer cannot
         make them."""
         # The addresses are sent each time, as a restarted writer does not know the other nodes.
@@ -195,7 +197,7 @@ class WriterClient:
     requests; `spare` is the source of writer processes."""
 
     def __init__(
-        self, ranks: RankGroup, options: CheckpointOptions, tracker: SaveTracker, spare: Spare
+        self, ranks: RankGroup, options: CheckpointOptions, tracker: SaveTracker, spare: SpareWriter
     ) -> None:
         self._ranks, self._options, self._tracker, self._spare = ranks, options, tracker, spare
         self.link: WriterLink | None = None
@@ -268,7 +270,7 @@ class WriterClient:
         once. Raises StorageError if the writer cannot make the slots, and WriterGoneError if it
         cannot be restarted or is lost again."""
         link = self._connected()
-        addresses = msg.Addresses(self.addresses)
+        addresses = msg.SaveAddresses(self.addresses)
         want = msg.WantSlots(plan.digest, plan.shared if self._ranks.first_of_node else None)
         try:
             return self._tracker.slots(link, addresses, want)

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from checkpointing.errors import explain
 from checkpointing.save.channel import SaveChannel, SaveChannelError, welcome
-from checkpointing.save.messages import CallerGreeting
+from checkpointing.save.messages import SaveCallerGreeting
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class WriterConnectionAcceptor:
     """
 
     def __init__(
-        self, node: int, secret: bytes, serve: Callable[[CallerGreeting, SaveChannel], None]
+        self, node: int, secret: bytes, serve: Callable[[SaveCallerGreeting, SaveChannel], None]
     ) -> None:
         self._node, self._secret, self._serve = node, secret, serve
         self._refused = 0
@@ -133,7 +133,7 @@ class WriterConnectionAcceptor:
         start_thread(threading.Thread(target=accept, daemon=True).start)
 
     def _admit(self, connection: Connection, peer: object) -> None:
-        caller: CallerGreeting
+        caller: SaveCallerGreeting
         try:
             channel, caller = welcome(connection, self._secret, WELCOME_SECONDS)
             # The caller got a forged address for the node that it intends to reach.

@@ -27,7 +27,7 @@ from checkpointing.save import messages as msg
 from checkpointing.save.blocks import SaveStoppedError, write_blocks
 from checkpointing.save.channel import SaveChannel, call
 from checkpointing.save.coordinator import SaveCoordinator
-from checkpointing.save.messages import Manifest
+from checkpointing.save.messages import SaveManifest
 from checkpointing.save.node_memory import NewSlots, SaveNodeMemory, SaveSlotFilling
 from checkpointing.save.peers import SavePuller, serve_pulls
 from checkpointing.save.serving import (
@@ -124,7 +124,7 @@ class Writer:
 
     # --- connections -----------------------------------------------------------------------------
 
-    def _serve(self, caller: msg.CallerGreeting, channel: SaveChannel) -> None:
+    def _serve(self, caller: msg.SaveCallerGreeting, channel: SaveChannel) -> None:
         if caller.kind == "pull":
             serve_pulls(channel, self.memory.slot_of, self.setup.run)
         elif caller.kind == "rank":
@@ -173,7 +173,7 @@ class Writer:
         while True:
             try:
                 uplink = call(self._addresses[0], self.setup.secret, CALL_SECONDS)
-                uplink.send(msg.CallerGreeting("node", self.node))
+                uplink.send(msg.SaveCallerGreeting("node", self.node))
                 self.loop.put(partial(self.joined, uplink))
                 while True:
                     message: msg.ToNode = uplink.recv()
@@ -319,7 +319,7 @@ class Writer:
     def on_rank(self, rank: int, message: msg.FromRank) -> None:
         self._lost.discard(rank)
         match message:
-            case msg.Addresses(addresses):
+            case msg.SaveAddresses(addresses):
                 if not self._addresses:  # every rank sends the same addresses
                     self._addresses = addresses
                     self._pull = SavePuller(addresses, self.setup.secret)
@@ -422,7 +422,7 @@ class Writer:
                 self.memory.give_back(self._lost)
         self._to_coordinator(msg.StagedReport(message.key, all_ranks, numbers))
 
-    def _remembered(self, filling: SaveSlotFilling, manifest: Manifest | None) -> None:
+    def _remembered(self, filling: SaveSlotFilling, manifest: SaveManifest | None) -> None:
         if self.memory.filling(filling.key) is filling:
             if manifest and self.setup.options.peer_copy and len(self.setup.nodes) > 1:
                 self._to_coordinator(msg.SlotComplete(filling.key, filling.slot, manifest))

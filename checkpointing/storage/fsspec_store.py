@@ -48,7 +48,7 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 """Keys that implementations use for the time of an object."""
 
 
-class FsspecStore:
+class FsspecStorage:
     """A client of any store that fsspec supports; implements ObjectStore."""
 
     def __init__(self, protocol: str) -> None:
@@ -124,10 +124,10 @@ class FsspecStore:
         """Returns empty tokens, as an upload begins only with its first block."""
         return ["" for _ in sizes]
 
-    def open_upload(self, path: ObjectPath, token: str, size: int) -> "FsspecWriter":
+    def open_upload(self, path: ObjectPath, token: str, size: int) -> "FsspecStorageWriter":
         name = _name(path)
         begin = partial(self._files.open, name, "xb", block_size=BLOCK_BYTES)
-        return FsspecWriter(self._retrying(path, begin), path)
+        return FsspecStorageWriter(self._retrying(path, begin), path)
 
     def uploads(self, path: ObjectPath) -> list[StorageUpload]:
         """Returns an empty list, as fsspec cannot list uploads. Stores drop unfinished uploads."""
@@ -168,7 +168,7 @@ class FsspecStore:
             ) from error
 
 
-class FsspecWriter(AbstractContextManager["FsspecWriter"]):
+class FsspecStorageWriter(AbstractContextManager["FsspecStorageWriter"]):
     """Writes an object from start to end; implements StorageFileWriter."""
 
     def __init__(self, file: Any, path: ObjectPath) -> None:

@@ -21,7 +21,7 @@ class StorageStat(Protocol):
     def st_mtime(self) -> float: ...
 
 
-class StoredFile(Protocol):
+class StorageFile(Protocol):
     """A file of a checkpoint, open for reading."""
 
     @property
@@ -99,7 +99,7 @@ class Storage(Protocol[P]):
 
     def stat(self, path: P) -> StorageStat: ...
 
-    def open(self, path: P) -> AbstractContextManager[StoredFile]:
+    def open(self, path: P) -> AbstractContextManager[StorageFile]:
         """Open a file for reading. Errors inside the block name the file."""
 
     def read(self, path: P, most: int | None = None, *, follow: bool = True) -> bytes:

@@ -48,9 +48,9 @@ def _store(protocol: str, process: int) -> ObjectStore:
             from checkpointing.storage.s3 import S3
 
             return S3()
-        from checkpointing.storage.fsspec_store import FsspecStore
+        from checkpointing.storage.fsspec_store import FsspecStorage
 
-        return FsspecStore(protocol)
+        return FsspecStorage(protocol)
     except ImportError as error:
         package, wanted = _PACKAGES.get(protocol, (error.name, error.name))
         raise StorageError(
@@ -279,7 +279,7 @@ class ObjectStorage:
 
 
 class _ObjectFile:
-    """An object open for reading; implements StoredFile."""
+    """An object open for reading; implements StorageFile."""
 
     def __init__(self, path: ObjectPath, size: int) -> None:
         self._path, self.size = path, size

@@ -127,7 +127,7 @@ def require_regular(path: Path, found: os.stat_result) -> None:
 
 
 class PosixFile:
-    """A file of a filesystem, open for reading; implements StoredFile."""
+    """A file of a filesystem, open for reading; implements StorageFile."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

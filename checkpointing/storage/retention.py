@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RetentionStep:
+class StorageRetentionStep:
     """What retention knows about a step."""
 
     path: StoragePlace
@@ -41,7 +41,7 @@ class RetentionStep:
 
 
 @dataclass(frozen=True)
-class RetentionVerdicts:
+class StorageRetentionVerdicts:
     """Results of reading steps. Steps are identified by name."""
 
     damaged: Collection[str] = ()
@@ -51,7 +51,7 @@ class RetentionVerdicts:
 
 
 @dataclass(frozen=True)
-class RetentionDecision:
+class StorageRetentionDecision:
     """Whether a step is kept, and why."""
 
     path: StoragePlace
@@ -60,7 +60,9 @@ class RetentionDecision:
     size: int = 0
 
 
-def decide(found: Sequence[RetentionStep], options: CheckpointOptions) -> list[RetentionDecision]:
+def decide(
+    found: Sequence[StorageRetentionStep], options: CheckpointOptions
+) -> list[StorageRetentionDecision]:
     """Decide which steps are kept. A pure function.
 
     A good step is kept if it is among the newest `keep`, is a multiple of `keep_every`, or is among
@@ -79,7 +81,7 @@ def decide(found: Sequence[RetentionStep], options: CheckpointOptions) -> list[R
     verified = next((item.path for item in good if item.verified), None)
     best = {item.path for item in best_of(good)[: options.keep_best]}
 
-    def judge(item: RetentionStep) -> tuple[bool, str]:
+    def judge(item: StorageRetentionStep) -> tuple[bool, str]:
         # unreadable is not damaged, as the storage may work again later
         if item.unreadable is not None:
             return True, f"cannot be read: {item.unreadable}"
@@ -102,10 +104,10 @@ def decide(found: Sequence[RetentionStep], options: CheckpointOptions) -> list[R
             return True, "the newest that was read and found right"
         return False, f"older than the newest {options.keep}"
 
-    return [RetentionDecision(item.path, *judge(item), item.size) for item in found]
+    return [StorageRetentionDecision(item.path, *judge(item), item.size) for item in found]
 
 
-def best_of(found: Sequence[RetentionStep]) -> list[RetentionStep]:
+def best_of(found: Sequence[StorageRetentionStep]) -> list[StorageRetentionStep]:
     """Returns the steps with a finite value, lowest value first; of equal values only the oldest
     step. In `found` the newest step is first."""
     judged = {
@@ -117,8 +119,8 @@ def best_of(found: Sequence[RetentionStep]) -> list[RetentionStep]:
 
 
 def inspect_steps(
-    directory: StoragePlace, best_by: str, known: RetentionVerdicts
-) -> list[RetentionStep]:
+    directory: StoragePlace, best_by: str, known: StorageRetentionVerdicts
+) -> list[StorageRetentionStep]:
     """Returns the input of `decide` for the steps in a directory, newest first. Reads no tensors.
     `best_by` is a key of trainer_state.json, `known` the results of reading the steps."""
     try:
@@ -129,8 +131,12 @@ def inspect_steps(
     return [replace(item, named=item.path.name == named) for item in found]
 
 
-def _look(path: StoragePlace, best_by: str, known: RetentionVerdicts) -> RetentionStep:
-    found = RetentionStep(path, parse_step(path.name) or 0, verified=path.name in known.verified)
+def _look(
+    path: StoragePlace, best_by: str, known: StorageRetentionVerdicts
+) -> StorageRetentionStep:
+    found = StorageRetentionStep(
+        path, parse_step(path.name) or 0, verified=path.name in known.verified
+    )
     try:
         step = open_step(path)
         value = number_of(step_state(step), best_by)
@@ -156,8 +162,8 @@ def number_of(state: Mapping[str, Any], key: str) -> float | None:
 
 
 def prune(
-    directory: StoragePlace, options: CheckpointOptions, known: RetentionVerdicts
-) -> list[RetentionDecision]:
+    directory: StoragePlace, options: CheckpointOptions, known: StorageRetentionVerdicts
+) -> list[StorageRetentionDecision]:
     """Delete steps that are not kept (see `decide`), and unfinished steps of dead processes. Called
     by one process of a run at a time. Never delays a save, as it touches no step that is being
     written. Returns the decision on each step, newest first, with `stays` true if the deletion
@@ -168,7 +174,7 @@ def prune(
     return done
 
 
-def _carry_out(decision: RetentionDecision) -> RetentionDecision:
+def _carry_out(decision: StorageRetentionDecision) -> StorageRetentionDecision:
     storage = storage_of(decision.path)
     try:
         with storage.unless_read(decision.path) as free:

@@ -16,7 +16,7 @@ from checkpointing.format.layout import (
     MODEL,
     TRAINER_STATE,
     FileRecord,
-    StoredTensor,
+    LayoutTensor,
 )
 from checkpointing.format.untrusted import is_plain, listed, printable
 from checkpointing.storage import steps
@@ -27,12 +27,12 @@ PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class StoredCheckpoint:
+class StorageCheckpoint:
     """A checkpoint of this package, or a plain Hugging Face directory, including one by PEFT."""
 
     path: StoragePlace
-    model: dict[str, StoredTensor]
-    optimizer: dict[str, StoredTensor] = field(default_factory=dict)
+    model: dict[str, LayoutTensor]
+    optimizer: dict[str, LayoutTensor] = field(default_factory=dict)
     state: dict[str, Any] | None = None
     """Trainer state; None for a plain directory, which has neither optimizer nor checksums."""
     records: dict[str, FileRecord] = field(default_factory=dict)
@@ -44,26 +44,26 @@ class StoredCheckpoint:
 
 
 @contextmanager
-def open_source(path: StoragePlace) -> Iterator[StoredCheckpoint]:
+def open_source(path: StoragePlace) -> Iterator[StorageCheckpoint]:
     """Open a checkpoint, which retention does not delete meanwhile, or a plain directory. Raises
     DamagedCheckpoint or StorageError if it is damaged or cannot be read."""
     if not steps.storage_of(path).exists(path / COMMIT_RECORD):
         adapter = ADAPTER.file(1, 1)
         if steps.storage_of(path).exists(path / adapter):
-            yield StoredCheckpoint(path, steps.read_header(path, adapter, None), is_adapter=True)
+            yield StorageCheckpoint(path, steps.read_header(path, adapter, None), is_adapter=True)
         else:
-            yield StoredCheckpoint(path, steps.hugging_face_tensors(path))
+            yield StorageCheckpoint(path, steps.hugging_face_tensors(path))
         return
     with steps.reading_lock(path):  # held until the caller has read the tensors
         step = steps.open_step(path)
         model, optimizer = (steps.stored_tensors(step, one, verify=True) for one in step.sections)
-        yield StoredCheckpoint(
+        yield StorageCheckpoint(
             path, model, optimizer, steps.step_state(step), step.record.files, step.record.odd,
             is_adapter=MODEL not in step.sections,
         )  # fmt: skip
 
 
-class StoredTensorReader(ExitStack):
+class StorageTensorReader(ExitStack):
     """Reads bytes of tensors through checked blocks. A context manager. It holds one open file and
     one block of this file, so read tensors in the order of files and offsets."""
 
@@ -71,9 +71,9 @@ class StoredTensorReader(ExitStack):
         super().__init__()
         self._path, self._records = path, records
         self._name: str | None = None
-        self._blocks: steps.StoredFileReader | None = None
+        self._blocks: steps.StorageFileReader | None = None
 
-    def read(self, tensor: StoredTensor, start: int, target: memoryview) -> None:
+    def read(self, tensor: LayoutTensor, start: int, target: memoryview) -> None:
         """Fill `target` with bytes of a tensor, from its byte `start` on. Raises DamagedCheckpoint
         if the file is missing or short, or a checksum is wrong."""
         file = self._path / tensor.file
@@ -81,11 +81,11 @@ class StoredTensorReader(ExitStack):
             if self._blocks is None or tensor.file != self._name:
                 self.close()
                 opened = self.enter_context(steps.storage_of(file).open(file))
-                self._blocks = steps.StoredFileReader(opened, file, self._records.get(tensor.file))
+                self._blocks = steps.StorageFileReader(opened, file, self._records.get(tensor.file))
                 self._name = tensor.file
             self._blocks.read(target, tensor.begin + start)
 
-    def pieces(self, tensor: StoredTensor) -> Iterator[memoryview]:
+    def pieces(self, tensor: LayoutTensor) -> Iterator[memoryview]:
         """Yields the bytes of a tensor, PIECE_BYTES at a time, in one reused buffer."""
         buffer = memoryview(bytearray(min(PIECE_BYTES, tensor.meta.nbytes)))
         for start in range(0, tensor.meta.nbytes, PIECE_BYTES):

@@ -18,7 +18,7 @@ from checkpointing.errors import (
 from checkpointing.format import layout
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
 from checkpointing.format.untrusted import MAX_JSON_BYTES, printable
-from checkpointing.storage.interface import NewStoredStep, Storage, StoredFile
+from checkpointing.storage.interface import NewStoredStep, Storage, StorageFile
 from checkpointing.storage.place import ObjectPath, P, StoragePlace
 from checkpointing.storage.posix import block_buffer
 from checkpointing.storage.posix_storage import PosixStorage
@@ -47,15 +47,15 @@ class _CommittedStep:
     record: layout.CommitRecord
 
     @property
-    def sections(self) -> tuple[layout.LayoutSection, layout.LayoutSection]:
+    def sections(self) -> tuple[layout.FileLayoutPart, layout.FileLayoutPart]:
         return layout.sections_of(self.record.files)
 
 
-class StoredFileReader:
+class StorageFileReader:
     """Reads an open file in whole blocks, and compares them with the checksums of `record`."""
 
     def __init__(
-        self, file: StoredFile, path: StoragePlace, record: layout.FileRecord | None
+        self, file: StorageFile, path: StoragePlace, record: layout.FileRecord | None
     ) -> None:
         self._file, self._path, self._record = file, path, record
         self._buffer = block_buffer(file.size)
@@ -183,7 +183,7 @@ def read_record(path: StoragePlace) -> layout.CommitRecord:
 
 def _check_small(file: StoragePlace, expected: layout.FileRecord) -> None:
     with storage_of(file).open(file) as stored:
-        blocks = StoredFileReader(stored, file, expected)
+        blocks = StorageFileReader(stored, file, expected)
         for block in range(len(expected.checksums)):
             blocks.check(block)
 
@@ -219,8 +219,8 @@ def _contents(where: StoragePlace) -> tuple[bytes, str]:
 
 
 def stored_tensors(
-    step: _CommittedStep, section: layout.LayoutSection, *, verify: bool
-) -> dict[str, layout.StoredTensor]:
+    step: _CommittedStep, section: layout.FileLayoutPart, *, verify: bool
+) -> dict[str, layout.LayoutTensor]:
     """Returns the position of every tensor of a section of `step`, from the headers of its files.
     Raises DamagedCheckpoint if a header is damaged or contradicts the index, or, with `verify`, if
     the blocks that hold the headers have wrong checksums."""
@@ -255,7 +255,7 @@ SINGLE_FILE = "model.safetensors"
 """Name of the file with all weights in a Hugging Face directory that is not sharded."""
 
 
-def hugging_face_tensors(path: StoragePlace) -> dict[str, layout.StoredTensor]:
+def hugging_face_tensors(path: StoragePlace) -> dict[str, layout.LayoutTensor]:
     """Returns the position of every tensor of a plain Hugging Face directory: in model.safetensors,
     or else in the files of an index. As in transformers, an index beside model.safetensors is
     ignored, and only the file names in an index are used. Raises DamagedCheckpoint if a file is
@@ -268,7 +268,7 @@ def hugging_face_tensors(path: StoragePlace) -> dict[str, layout.StoredTensor]:
             f"{path}: holds neither {SINGLE_FILE} nor {layout.MODEL.index}; {_else(path)}"
         )
     weight_map = layout.parse_index(*_contents(path / layout.MODEL.index))
-    tensors: dict[str, layout.StoredTensor] = {}
+    tensors: dict[str, layout.LayoutTensor] = {}
     for file in sorted(set(weight_map.values())):
         for name, tensor in read_header(path, file, None).items():
             if name in tensors:
@@ -310,7 +310,7 @@ def _else(path: StoragePlace) -> str:
 
 def read_header(
     path: StoragePlace, file: str, record: layout.FileRecord | None
-) -> dict[str, layout.StoredTensor]:
+) -> dict[str, layout.LayoutTensor]:
     """Returns the tensors of one safetensors file, from its header. `record` has checksums for the
     blocks that hold the header; None: do not check. Raises DamagedCheckpoint, which names the file
     and, if a checksum is wrong, the block."""
@@ -319,7 +319,7 @@ def read_header(
         stored.read_into([memoryview(prefix)], 0)
         header = bytearray(layout.header_bytes(bytes(prefix), str(path / file), stored.size))
         if record:
-            blocks = StoredFileReader(stored, path / file, record)
+            blocks = StorageFileReader(stored, path / file, record)
             for block in range(-(-len(header) // layout.BLOCK_BYTES)):
                 blocks.check(block)
         stored.read_into([memoryview(header)], 0)

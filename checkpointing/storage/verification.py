@@ -11,7 +11,7 @@ from checkpointing.format.layout import (
     MODEL,
     OPTIMIZER,
     FileRecord,
-    StoredTensor,
+    LayoutTensor,
 )
 from checkpointing.storage import steps
 from checkpointing.storage.place import StoragePlace
@@ -25,7 +25,7 @@ def is_damage(problem: CheckpointError) -> bool:
     return isinstance(problem, DamagedCheckpoint) and not isinstance(problem, UnreadableCheckpoint)
 
 
-class VerificationStoppedError(Exception):
+class StorageVerificationStoppedError(Exception):
     """Raised by `pause` to stop reading."""
 
 
@@ -38,7 +38,7 @@ def verify_step(
 
     Args:
         threads: threads that read; reading and CRC release the GIL.
-        pause: called before each block; may sleep, or raise VerificationStoppedError.
+        pause: called before each block; may sleep, or raise StorageVerificationStoppedError.
     """
     try:
         with steps.reading_lock(step), ThreadPoolExecutor(threads) as pool:
@@ -50,7 +50,7 @@ def verify_step(
                     record.files,
                 )
                 problems = [problem for of_file in found for problem in of_file]
-            except VerificationStoppedError:  # otherwise the pool would read the other files
+            except StorageVerificationStoppedError:  # otherwise the pool would read the other files
                 pool.shutdown(cancel_futures=True)
                 raise
             size = sum(file.size for file in record.files.values())
@@ -103,7 +103,7 @@ def _verify_file(
             if file.size != record.size:
                 wrong = f"{path}: has {file.size} bytes, {record.size} were written"
                 problems.append(DamagedCheckpoint(wrong))
-            blocks = steps.StoredFileReader(file, path, record)
+            blocks = steps.StorageFileReader(file, path, record)
             tensors = [] if odd is None else _floats(step, name)
             problems += [
                 DamagedCheckpoint(
@@ -136,7 +136,7 @@ def _verify_file(
     return problems
 
 
-def _floats(step: StoragePlace, name: str) -> Sequence[tuple[str, StoredTensor]]:
+def _floats(step: StoragePlace, name: str) -> Sequence[tuple[str, LayoutTensor]]:
     """Returns (name, tensor) for tensors of a file whose dtype has NaN or infinity; empty if the
     header is damaged, which `_unloadable` reports."""
     # imported late, as numpy would slow the start of a writer process
@@ -152,7 +152,7 @@ def _floats(step: StoragePlace, name: str) -> Sequence[tuple[str, StoredTensor]]
 
 
 def _not_finite(
-    tensors: Sequence[tuple[str, StoredTensor]], data: memoryview, offset: int
+    tensors: Sequence[tuple[str, LayoutTensor]], data: memoryview, offset: int
 ) -> Collection[str]:
     """Returns names of tensors with NaN or infinity in `data`: bytes of their file at `offset`."""
     if not tensors:

@@ -24,7 +24,7 @@ from torch import Tensor
 from checkpointing.errors import CheckpointError, DamagedCheckpoint, WrongModel, explain, reading
 from checkpointing.format import layout
 from checkpointing.format.digests import is_finite
-from checkpointing.format.layout import StoredTensor
+from checkpointing.format.layout import LayoutTensor
 from checkpointing.format.nf4 import BLOCK, NF4, dequantise, quantise
 from checkpointing.format.peft import BASE, adapter_tensors, read_config
 from checkpointing.format.peft import BASE as ADAPTER_BASE
@@ -37,8 +37,8 @@ from checkpointing.storage.ownership import is_alive, owner
 from checkpointing.storage.place import StoragePlace, local, location
 from checkpointing.storage.source import (
     OWN_FILES,
-    StoredCheckpoint,
-    StoredTensorReader,
+    StorageCheckpoint,
+    StorageTensorReader,
     beside_weights,
     is_weights,
     open_source,
@@ -52,7 +52,7 @@ PIECE_ELEMENTS = 1 << 20  # of a weight, merged at a time
 class ExportedAdapter:
     """An adapter in its files. Raises DamagedCheckpoint, or StorageError if it is not of LoRA."""
 
-    def __init__(self, source: StoredCheckpoint, reader: StoredTensorReader) -> None:
+    def __init__(self, source: StorageCheckpoint, reader: StorageTensorReader) -> None:
         where = source.path / ADAPTER_CONFIG
         with reading(where):
             data = storage_of(where).read(where)
@@ -94,7 +94,7 @@ class ExportedAdapter:
         return (b[0], a[1]) if len(a) == len(b) == 2 and a[0] == b[1] else ()
 
 
-def _trained_over(source: StoredCheckpoint) -> dict[str, Any]:
+def _trained_over(source: StorageCheckpoint) -> dict[str, Any]:
     if source.state is not None:
         base = source.state.get("base")
         return base if isinstance(base, dict) else {}
@@ -109,8 +109,8 @@ def _trained_over(source: StoredCheckpoint) -> dict[str, Any]:
 
 
 @contextmanager
-def open_adapter(source: StoredCheckpoint) -> Iterator[ExportedAdapter]:
-    with StoredTensorReader(source.path, source.records) as reader:
+def open_adapter(source: StorageCheckpoint) -> Iterator[ExportedAdapter]:
+    with StorageTensorReader(source.path, source.records) as reader:
         yield ExportedAdapter(source, reader)
 
 
@@ -118,7 +118,7 @@ class MergedModel:
     """The tensors of a model with an adapter added. `published`: not to weights rounded to nf4."""
 
     def __init__(
-        self, base: StoredCheckpoint, adapter: ExportedAdapter, *, published: bool = False
+        self, base: StorageCheckpoint, adapter: ExportedAdapter, *, published: bool = False
     ) -> None:
         self._stored, self._adapter = base.model, adapter
         self._under: Callable[[Tensor], Tensor] = Tensor.float if published else adapter.under
@@ -140,7 +140,7 @@ class MergedModel:
                 )
             self._changed[places[stored.file, stored.begin]] = name
 
-    def pieces(self, name: str, reader: StoredTensorReader) -> tuple[str, Iterator[memoryview]]:
+    def pieces(self, name: str, reader: StorageTensorReader) -> tuple[str, Iterator[memoryview]]:
         """Returns (safetensors' dtype, bytes in order) of a tensor in the model's files."""
         stored, read = self._stored[name], reader
         known = self._changed.get(name)
@@ -152,7 +152,7 @@ class MergedModel:
         return stored.meta.dtype, read.pieces(stored)
 
     def _sums(
-        self, stored: StoredTensor, name: str, reader: StoredTensorReader
+        self, stored: LayoutTensor, name: str, reader: StorageTensorReader
     ) -> Iterator[memoryview]:
         a, b = self._adapter.matrices(name)
         rows, columns = stored.meta.shape
@@ -275,7 +275,7 @@ def export(
             small[ADAPTER_BASE] = layout.json_bytes(under)
         if target and CONFIG in small:
             small[CONFIG] = _with_dtype(small[CONFIG], target, source.path / CONFIG)
-        with StoredTensorReader(source.path, source.records) as reader:
+        with StorageTensorReader(source.path, source.records) as reader:
 
             def pieces(name: str) -> Pieces:
                 dtype, read = source.model[name].meta.dtype, reader.pieces(source.model[name])
@@ -396,28 +396,28 @@ def import_checkpoint(
 @contextmanager
 def _open_any(
     path: StoragePlace,
-) -> Iterator[tuple[StoredCheckpoint, Callable[[layout.StoredTensor], Pieces]]]:
+) -> Iterator[tuple[StorageCheckpoint, Callable[[layout.LayoutTensor], Pieces]]]:
     """Yields (tensors and files of a foreign directory, function that reads its tensors)."""
     if storage_of(path).exists(path / layout.DCP_METADATA):
         dcp = open_dcp(local(path))
 
-        def whole(tensor: layout.StoredTensor) -> Pieces:
+        def whole(tensor: layout.LayoutTensor) -> Pieces:
             yield as_bytes(dcp.read(tensor)).numpy().data
 
-        yield StoredCheckpoint(path, dcp.model, dcp.optimizer), whole
+        yield StorageCheckpoint(path, dcp.model, dcp.optimizer), whole
         return
-    with open_source(path) as source, StoredTensorReader(path, source.records) as reader:
+    with open_source(path) as source, StorageTensorReader(path, source.records) as reader:
         if source.is_adapter:
             raise CheckpointError(f"{path}: {ADAPTER_CURE}")
         yield source, reader.pieces
 
 
-def _in_order(tensors: Mapping[str, layout.StoredTensor]) -> list[str]:
+def _in_order(tensors: Mapping[str, layout.LayoutTensor]) -> list[str]:
     """Returns names in the order of files and offsets, so that files are read from start to end."""
     return sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].begin))
 
 
-def _small_files(source: StoredCheckpoint) -> tuple[dict[str, bytes], str]:
+def _small_files(source: StorageCheckpoint) -> tuple[dict[str, bytes], str]:
     """Returns the files beside the weights, and what is left out; for a checkpoint of this package,
     the files saved with it."""
     if not source.records:

@@ -13,12 +13,12 @@ from checkpointing.format.layout import (
     DTYPE_BYTES,
     TRAINER_STATE,
     FileRecord,
-    StoredTensor,
+    LayoutTensor,
 )
 from checkpointing.format.tensors import TORCH_DTYPES
 from checkpointing.format.untrusted import printable
 from checkpointing.storage.place import StoragePlace
-from checkpointing.storage.source import StoredCheckpoint, StoredTensorReader, open_source
+from checkpointing.storage.source import StorageCheckpoint, StorageTensorReader, open_source
 from checkpointing.tools.inspect import find_source, short, table
 
 PIECE_ELEMENTS = 1 << 17
@@ -112,17 +112,17 @@ def diff(left: str | StoragePlace, right: str | StoragePlace) -> CheckpointDiffe
 
 def _compare_tensors(
     result: CheckpointDifference,
-    left: StoredCheckpoint,
-    right: StoredCheckpoint,
-    ours: Mapping[str, StoredTensor],
-    theirs: Mapping[str, StoredTensor],
+    left: StorageCheckpoint,
+    right: StorageCheckpoint,
+    ours: Mapping[str, LayoutTensor],
+    theirs: Mapping[str, LayoutTensor],
 ) -> None:
     result.only_left += [name for name in ours if name not in theirs]
     result.only_right += [name for name in theirs if name not in ours]
     both = sorted(ours.keys() & theirs.keys(), key=lambda name: (ours[name].file, ours[name].begin))
     with (
-        StoredTensorReader(left.path, left.records) as left_reader,
-        StoredTensorReader(right.path, right.records) as right_reader,
+        StorageTensorReader(left.path, left.records) as left_reader,
+        StorageTensorReader(right.path, right.records) as right_reader,
     ):
         for name in both:
             a, b = ours[name], theirs[name]
@@ -141,8 +141,8 @@ def _compare_tensors(
 
 
 def _same_checksums(
-    a: StoredTensor,
-    b: StoredTensor,
+    a: LayoutTensor,
+    b: LayoutTensor,
     left: Mapping[str, FileRecord],
     right: Mapping[str, FileRecord],
 ) -> bool:
@@ -155,10 +155,10 @@ def _same_checksums(
 
 def _compare_values(
     name: str,
-    a: StoredTensor,
-    b: StoredTensor,
-    left: StoredTensorReader,
-    right: StoredTensorReader,
+    a: LayoutTensor,
+    b: LayoutTensor,
+    left: StorageTensorReader,
+    right: StorageTensorReader,
 ) -> ValueDifference | None:
     """Returns the difference; None if the bytes are equal or, for different dtypes, the values."""
     differs, absolute, relative, elements = False, 0.0, 0.0, 0
@@ -177,7 +177,7 @@ def _compare_values(
     return ValueDifference(name, absolute, relative, elements) if differs else None
 
 
-def _read(reader: StoredTensorReader, tensor: StoredTensor, start: int, stop: int) -> bytearray:
+def _read(reader: StorageTensorReader, tensor: LayoutTensor, start: int, stop: int) -> bytearray:
     width = DTYPE_BYTES[tensor.meta.dtype]
     data = bytearray((stop - start) * width)
     reader.read(tensor, start * width, memoryview(data))

@@ -16,13 +16,13 @@ from checkpointing.format.tensors import as_bytes, box_view, local_tensor
 from checkpointing.ranks import RankGroup, failing_alike
 from checkpointing.save.planning import SavePlanner, signatures
 from checkpointing.storage.place import StoragePlace
-from checkpointing.storage.source import StoredTensorReader, open_source
+from checkpointing.storage.source import StorageTensorReader, open_source
 
 _ANY_SIZE = 1 << 62
 """Exceeds all sizes of tensors, so that the plan has one file per section."""
 
 
-class SaveDigests(NamedTuple):
+class InspectedDigests(NamedTuple):
     """Digests of the model's tensors and of the optimizer's, as in `SaveOutcome`."""
 
     weights: str
@@ -31,7 +31,7 @@ class SaveDigests(NamedTuple):
 
 def digests_in_memory(
     group: dist.ProcessGroup | None, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
-) -> SaveDigests:
+) -> InspectedDigests:
     """Returns the digests that a save of these tensors would report. Called on all ranks of the
     group. Raises ValueError if the tensors cannot be saved."""
     ranks, tensors = RankGroup(group), by_section(model, optimizer)
@@ -42,12 +42,12 @@ def digests_in_memory(
     return _as_text(sum(summaries, SectionNumbers()))
 
 
-def stored_digests(path: StoragePlace) -> SaveDigests:
+def stored_digests(path: StoragePlace) -> InspectedDigests:
     """Returns the digests of the tensors in a checkpoint of this package. Reads all tensors, one at
     a time. Raises DamagedCheckpoint or StorageError if the checkpoint contradicts its commit
     record, or cannot be read."""
     found = SectionNumbers()
-    with open_source(path) as source, StoredTensorReader(path, source.records) as reader:
+    with open_source(path) as source, StorageTensorReader(path, source.records) as reader:
         for name, stored in by_section(source.model, source.optimizer).items():
             meta = stored.meta
             data = np.empty(meta.nbytes, np.uint8)
@@ -79,5 +79,5 @@ def _summary(
     return SectionNumbers(weights=digest)
 
 
-def _as_text(numbers: SectionNumbers) -> SaveDigests:
-    return SaveDigests(f"{numbers.weights:016x}", f"{numbers.moments:016x}")
+def _as_text(numbers: SectionNumbers) -> InspectedDigests:
+    return InspectedDigests(f"{numbers.weights:016x}", f"{numbers.moments:016x}")

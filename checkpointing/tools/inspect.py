@@ -19,7 +19,7 @@ from checkpointing.format.layout import (
     MODEL,
     TRAINER_STATE,
     CommitRecord,
-    StoredTensor,
+    LayoutTensor,
     parse_step,
 )
 from checkpointing.format.untrusted import printable
@@ -143,13 +143,13 @@ def _row(path: StoragePlace) -> _ListingRow:
         return _ListingRow(path, None, {}, 0, 0, str(error))
 
 
-def _judged(row: _ListingRow) -> retention.RetentionStep:
+def _judged(row: _ListingRow) -> retention.StorageRetentionStep:
     """Returns the input of retention for a checkpoint, by the `best_by` of the run's recipe."""
     recipe = row.state.get("recipe")
     options = recipe.get("checkpoint") if isinstance(recipe, dict) else None
     key = options.get("best_by") if isinstance(options, dict) else None
     key = key if isinstance(key, str) else CheckpointOptions.best_by
-    return retention.RetentionStep(
+    return retention.StorageRetentionStep(
         row.path, parse_step(row.path.name) or 0, retention.number_of(row.state, key)
     )
 
@@ -194,8 +194,8 @@ class _CheckpointContents:
 
     path: StoragePlace
     record: CommitRecord
-    model: dict[str, StoredTensor]
-    optimizer: dict[str, StoredTensor]
+    model: dict[str, LayoutTensor]
+    optimizer: dict[str, LayoutTensor]
     state: dict[str, Any]
     is_adapter: bool = False
 
@@ -276,10 +276,10 @@ class _Verification:
         return [path for path in self.checked if path not in bad]
 
     @property
-    def known(self) -> retention.RetentionVerdicts:
+    def known(self) -> retention.StorageRetentionVerdicts:
         """The result in the form that retention uses."""
         lost = {problem.checkpoint.name for problem in self.problems if problem.is_damage}
-        return retention.RetentionVerdicts(
+        return retention.StorageRetentionVerdicts(
             damaged=lost,
             unreadable={problem.checkpoint.name for problem in self.problems} - lost,
             verified={path.name for path in self.good},
@@ -332,7 +332,7 @@ def _verify_latest(steps: Sequence[StoragePlace]) -> list[_CheckpointProblem]:
 class _PruneResult:
     """Retention's decision on each checkpoint, newest first."""
 
-    decisions: list[retention.RetentionDecision]
+    decisions: list[retention.StorageRetentionDecision]
     dry_run: bool
     verification: _Verification
     """Result of reading the newest checkpoints that are kept."""

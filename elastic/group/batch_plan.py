@@ -6,7 +6,7 @@ collectives match. A rank with nothing left to compute runs one sequence with we
 
 The *units* that ranks divide among themselves are sequences. In a fixed plan they are
 micro-batches, into which the global batch is cut equally at every world size. Ranks have equally
-many units where these divide evenly, or the numbers in `BatchPlan.shares` ([Note: shares]).
+many units where these divide evenly, or the numbers in `GroupBatchPlan.shares` ([Note: shares]).
 
 Shares are in proportion to the measured speed of ranks. Ranks with the same measurements reach the
 same decision without another message.
@@ -36,7 +36,7 @@ from statistics import median
 
 
 @dataclass(frozen=True)
-class BatchPlanPass:
+class GroupBatchPlanPass:
     """The sequences of one forward and backward pass of a rank."""
 
     positions: tuple[int, ...]
@@ -47,7 +47,7 @@ class BatchPlanPass:
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class GroupBatchPlan:
     """How one global batch is divided among the data-parallel ranks."""
 
     global_batch: int
@@ -94,7 +94,7 @@ class BatchPlan:
             busiest = rounds * self.micro_batch + min(rest, self.micro_batch)
         return self.global_batch / (self.world_size * busiest)
 
-    def micro_batches(self, rank: int, start: int) -> Iterator[BatchPlanPass]:
+    def micro_batches(self, rank: int, start: int) -> Iterator[GroupBatchPlanPass]:
         """Yield the passes of `rank` for the global batch that begins at sequence `start`."""
         units, passes = self.units_of(rank), self.passes_of(rank)
         parts: list[Sequence[int]]
@@ -107,7 +107,9 @@ class BatchPlan:
             parts = [units[begin:end] for begin, end in pairwise(cuts)]
         for part in [*parts, *[()] * (passes - len(parts))]:
             # A pass without work takes any sequence, as its gradient is multiplied by 0.
-            yield BatchPlanPass(tuple(start + row for row in part) or (start,), real=bool(part))
+            yield GroupBatchPlanPass(
+                tuple(start + row for row in part) or (start,), real=bool(part)
+            )
 
     def __str__(self) -> str:
         size = "fixed micro-batches of" if self.fixed else "up to"
@@ -143,7 +145,7 @@ def most_ranks(global_batch: int, micro_batch: int, *, fixed: bool = False) -> i
 
 def plan_batch(
     global_batch: int, world_size: int, micro_batch: int, *, fixed: bool = False
-) -> BatchPlan:
+) -> GroupBatchPlan:
     """Divide `global_batch` sequences among `world_size` data-parallel ranks. `fixed`: use the same
     micro-batches at every world size.
 
@@ -173,10 +175,12 @@ def plan_batch(
                 f"leaves {world_size - numbered} of {world_size} data-parallel ranks without work; "
                 f"start at most {numbered} ranks, or a new run with a smaller batch.micro_batch"
             )
-        return BatchPlan(global_batch, world_size, -(-numbered // world_size), micro_batch, True)
+        return GroupBatchPlan(
+            global_batch, world_size, -(-numbered // world_size), micro_batch, True
+        )
     per_rank = -(-global_batch // world_size)
     passes = -(-per_rank // micro_batch)
-    return BatchPlan(global_batch, world_size, passes, -(-per_rank // passes))
+    return GroupBatchPlan(global_batch, world_size, passes, -(-per_rank // passes))
 
 
 KEPT, ALIKE, MOVED = 5, 0.1, 0.25
@@ -187,11 +191,11 @@ It keeps the number of passes small."""
 
 
 @dataclass
-class BatchSharePlanner:
+class GroupBatchPlanner:
     """Decides how many units of a global batch each rank computes, anew after each measurement. All
     ranks reach the same decision."""
 
-    plan: BatchPlan
+    plan: GroupBatchPlan
     """The current plan, at first with equal shares. All plans keep its `lockstep`."""
     micro_batch: int
     """Largest number of sequences of a pass that fit in memory."""
@@ -235,7 +239,7 @@ class BatchSharePlanner:
         return True
 
 
-def best_plan(plan: BatchPlan, paces: Sequence[float], micro_batch: int) -> BatchPlan:
+def best_plan(plan: GroupBatchPlan, paces: Sequence[float], micro_batch: int) -> GroupBatchPlan:
     """Return the plan of the same global batch whose predicted step is the shortest. A plan of one
     pass keeps one pass, because further passes need memory for gradients. `paces`: seconds per
     sequence of each rank. `micro_batch`: largest number of sequences of a pass."""
@@ -276,7 +280,7 @@ def fastest_shares(paces: Sequence[float], units: int, most: int | None = None) 
     return tuple(shares)
 
 
-def step_seconds(plan: BatchPlan, paces: Sequence[float]) -> float:
+def step_seconds(plan: GroupBatchPlan, paces: Sequence[float]) -> float:
     """Return the predicted seconds of a step's passes, from the seconds per sequence of each rank.
 
     Ranks wait for each other at the end of a step; in lockstep after each pass, where a rank with

@@ -35,7 +35,7 @@ class _FabricInfo(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class NvmlLinks:
+class HealthNvmlLinks:
     """The NVLinks of one GPU at one reading."""
 
     name: str
@@ -62,13 +62,13 @@ class _Nvml:
     def close(self) -> None:
         self._call("nvmlShutdown")
 
-    def gpus(self) -> list[NvmlLinks]:
+    def gpus(self) -> list[HealthNvmlLinks]:
         """Returns the links of every visible GPU. Raises _NvmlError if a GPU does not answer."""
         count = ctypes.c_uint()
         self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
         return [self._gpu(index) for index in range(count.value)]
 
-    def _gpu(self, index: int) -> NvmlLinks:
+    def _gpu(self, index: int) -> HealthNvmlLinks:
         device, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
         self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
         self._call("nvmlDeviceGetName", device, name, ctypes.c_uint(len(name)))
@@ -91,7 +91,7 @@ class _Nvml:
             domain = f"nvl-{bytes(info.cluster).hex()[:8]}.{info.clique}"
         up, down = frozenset(links[True]), frozenset(links[False])
         joined = member or info.state == NO_FABRIC
-        return NvmlLinks(name.value.decode(), up, down, errors, joined, domain)
+        return HealthNvmlLinks(name.value.decode(), up, down, errors, joined, domain)
 
     def _try(self, function: str, *arguments: Any) -> int:
         """Call a function that some drivers lack; returns NVML's error code, 0 for success."""
@@ -103,13 +103,13 @@ class _Nvml:
             raise _NvmlError(f"{function}: {self._library.nvmlErrorString(code).decode()}")
 
 
-def domain_of(gpus: Sequence[NvmlLinks]) -> str:
+def domain_of(gpus: Sequence[HealthNvmlLinks]) -> str:
     """Returns the NVLink domain of a node; empty if its GPUs are in none or in several."""
     domains = {gpu.domain for gpu in gpus}
     return domains.pop() if len(domains) == 1 else ""
 
 
-def link_problems(before: Sequence[NvmlLinks], after: Sequence[NvmlLinks]) -> list[str]:
+def link_problems(before: Sequence[HealthNvmlLinks], after: Sequence[HealthNvmlLinks]) -> list[str]:
     """Returns one line for each fault of a node's NVLinks, by two readings of all its GPUs: what is
     wrong, and what to do. GPUs without links have no fault if no GPU of their product has links."""
     problems = []

@@ -22,7 +22,7 @@ def gathered(mine: Tensor, group: dist.ProcessGroup | None = None) -> list[Any]:
     return [received(part) for part in parts]
 
 
-class WorldSum:
+class NodeExchangeSum:
     """Sum of a number over the ranks of a group, computed while the ranks continue. Created on all
     ranks, in the same order as other collectives of the group. The tensors are on the CPU, so that
     no GPU waits."""

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from checkpointing.errors import CheckpointError
-from checkpointing.format.layout import StoredTensor
+from checkpointing.format.layout import LayoutTensor
 from checkpointing.format.tensors import TORCH_DTYPES
 from checkpointing.storage.folders import run_id
 from checkpointing.storage.place import location
-from checkpointing.storage.source import StoredTensorReader, open_source
+from checkpointing.storage.source import StorageTensorReader, open_source
 from checkpointing.tools.inspect import find_checkpoint, table
 from elastic.process import remaining
 from elastic.record.history import LedgerError, read_history
@@ -277,8 +277,8 @@ def _worst_weight(run: Path, undisturbed: Path) -> tuple[float, str]:
     with (
         open_source(find_checkpoint(run)) as ours,
         open_source(find_checkpoint(undisturbed)) as theirs,
-        StoredTensorReader(ours.path, ours.records) as reader,
-        StoredTensorReader(theirs.path, theirs.records) as other,
+        StorageTensorReader(ours.path, ours.records) as reader,
+        StorageTensorReader(theirs.path, theirs.records) as other,
     ):
         different = ours.model.keys() ^ theirs.model.keys()
         if different:
@@ -290,7 +290,7 @@ def _worst_weight(run: Path, undisturbed: Path) -> tuple[float, str]:
     return worst
 
 
-def _read(reader: StoredTensorReader, stored: StoredTensor) -> torch.Tensor:
+def _read(reader: StorageTensorReader, stored: LayoutTensor) -> torch.Tensor:
     data = torch.empty(stored.meta.nbytes, dtype=torch.uint8)
     reader.read(stored, 0, data.numpy().data)
     return data.view(TORCH_DTYPES[stored.meta.dtype]).double()

@@ -17,7 +17,7 @@ from checkpointing.format.layout import TensorMeta
 from checkpointing.format.plan import TensorLayout, TensorSpec, TensorSplit, plan_input
 from checkpointing.options import CheckpointOptions
 from checkpointing.save import messages as msg
-from checkpointing.save.messages import Manifest
+from checkpointing.save.messages import SaveManifest
 from checkpointing.save.slots import SaveSlots
 from checkpointing.storage.object_storage import NewObjectStep
 from checkpointing.storage.place import ObjectPath
@@ -26,9 +26,9 @@ from checkpointing.wire import MAX_NESTING, WireError, pack, unpack
 
 LAYOUT = TensorLayout((0, 1, 2, 3), (2, 2), (TensorSplit(None), TensorSplit(0, 2)))
 SPECS = {"w": TensorSpec(TensorMeta("F32", (4, 2)), (LAYOUT,))}
-MANIFEST = Manifest("a", 5, None, "d", 0, 2, {"f": [(0, 4), (8, 12)]}, {"f": [7, 9]}, "{}")
+MANIFEST = SaveManifest("a", 5, None, "d", 0, 2, {"f": [(0, 4), (8, 12)]}, {"f": [7, 9]}, "{}")
 KEY = (5, 3)
-WORK = msg.BlockRange("model-00001-of-00001.safetensors", 0, 8)
+WORK = msg.SaveBlockRange("model-00001-of-00001.safetensors", 0, 8)
 PATHS = NewPosixStep(Path("/a/step-00000005"), Path("/a/step-00000005.tmp"))
 OBJECTS = NewObjectStep(ObjectPath("s3", "b", "k"), ObjectPath("s3", "b", "k.tmp"), {"f": "token"})
 OUTCOME = msg.SaveOutcome(5, "/a", None, None, None, None, 1, 2, 3, True)
@@ -38,7 +38,7 @@ MESSAGES = [
         1, 0, ((0, 1), (2, 3)), "/a", "t", CheckpointOptions(every="auto", max_shard_size="4 GB"),
         "\0name", "", 0, b"\0secret\n", 3,
     ),
-    msg.CallerGreeting("pull", 3), msg.Addresses([("10.0.0.1", 80)]),
+    msg.SaveCallerGreeting("pull", 3), msg.SaveAddresses([("10.0.0.1", 80)]),
     msg.WantSlots("d", plan_input(SPECS, SPECS, 100)), msg.WantSlots("d", None),
     msg.SaveRequest(KEY, False, None), msg.RefuseSave(KEY, FAILURE),
     msg.StagedReport(KEY, (1, 2)),
@@ -58,8 +58,8 @@ MESSAGES = [
     msg.CopySlot(1, KEY, 0, MANIFEST), msg.SaveEnded(KEY, OUTCOME), msg.AllClosed(),
     msg.ExitWriter(),
     msg.SlotsMade("d", SaveSlots([{"f": "/dev/shm/f"}], 4, "", True)), msg.NoSlots("why"),
-    msg.StageInto(KEY, 1), msg.Fetch(msg.SlotInUse(1, KEY), "f", [(0, 4)]),
-    msg.Fetch(msg.LeftoverAddress("/dev/shm/x"), "f", []),
+    msg.StageInto(KEY, 1), msg.SaveFetch(msg.SlotInUse(1, KEY), "f", [(0, 4)]),
+    msg.SaveFetch(msg.SaveLeftoverAddress("/dev/shm/x"), "f", []),
 ]  # fmt: skip
 
 
@@ -116,12 +116,12 @@ class Trap:
         *(b'{"$Stage":[[5,3],"0"]}\n', b'{"$Stage":[[5,true],0]}\n', b'{"$Stage":[[5,3,1],0]}\n'),
         *(b'{"$Stage":[{"a":1},0]}\n', b'{"$StagedReport":[[5,3],null]}\n'),
         *(b'{"$bytes":-1}\n', b'{"$bytes":5}\nabc', b'{"$bytes":1e9}\n', b"null\nmore"),
-        *(b'{"$CallerGreeting":["root",1]}\n', b'{"$CallerGreeting":[["rank"],1]}\n'),
+        *(b'{"$SaveCallerGreeting":["root",1]}\n', b'{"$SaveCallerGreeting":[["rank"],1]}\n'),
         *(b'{"$TensorSpec":[["F32",[4]],[0]]}\n', b'{"$TensorSpec":[["F32",[4]],[-1]]}\n'),
         *(b'{"$TensorSpec":[["F32",["4"]],[]]}\n', b'{"$dict":[[[],1]]}\n', b'{"$dict":[1]}\n'),
         *(b'{"$WriteGrant":[[5,3],0,["f",0,1],{"$StopWriting":[[5,3]]},"fast"]}\n',),
-        *(b'{"$Fetch":[{"$StopWriting":[[5,3]]},"f",[]]}\n',),
-        *(b'{"$Fetch":[{"$StopWriting":[1]},"f",[]]}\n',),
+        *(b'{"$SaveFetch":[{"$StopWriting":[[5,3]]},"f",[]]}\n',),
+        *(b'{"$SaveFetch":[{"$StopWriting":[1]},"f",[]]}\n',),
         *(b'{"$WriteReceipt":[[5,3],["f",0,8],[["0",7]],{}]}\n',),
     ],
 )  # fmt: skip

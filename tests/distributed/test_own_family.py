@@ -139,7 +139,10 @@ def test_fresh_weights_and_rules_of_the_family_behind_those_of_the_recipe(worksp
             "own_family.py has no NONE; it has TENSOR_PLAN, SquaredReLU, block, ARCEE",
         ),
         (["model.architecture.model_type=qwen3"], "but model.family=own_family:ARCEE has arcee"),
-        (["model.family=loose_rules:ARCEE"], "{'match': '*'} is no trainer.ParameterGroup(match=…"),
+        (
+            ["model.family=loose_rules:ARCEE"],
+            "{'match': '*'} is no trainer.ParameterGroup(match=…",
+        ),
         (["model.architecture.options={depth: 3}"], "arcee has no depth; known: none"),
     ],
 )

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.distributed.jobs import FORKS, ROOT
-from trainer.models.attention import Documents, attend
+from trainer.models.attention import AttentionDocuments, attend
 from trainer.models.kernels import choose_kernel, this_gpu
 
 
@@ -161,7 +161,7 @@ def test_varlen_attention_keeps_to_documents(kv_heads):
     q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
     inputs = [x.cuda().requires_grad_() for x in (q, k, v)]
     cumulative = torch.tensor(ends, dtype=torch.int32, device="cuda")
-    (found,) = attend(*(x[None] for x in inputs), Documents("varlen", cumulative))
+    (found,) = attend(*(x[None] for x in inputs), AttentionDocuments("varlen", cumulative))
     found.float().square().sum().backward()
     copies = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = by_document(*copies, ends)

@@ -23,7 +23,7 @@ from benchmarks.support import python_path
 from checkpointing.errors import StorageError
 from checkpointing.format.layout import BLOCK_BYTES
 from checkpointing.storage import object_storage
-from checkpointing.storage.fsspec_store import FsspecStore
+from checkpointing.storage.fsspec_store import FsspecStorage
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
 from checkpointing.storage.steps import list_steps, newest_checkpoint, open_step, read_state
@@ -111,7 +111,7 @@ def server(request):
         object_storage._store.cache_clear()
         # adlfs takes a container for an existing one if no server answers, and does not create it
         assert until(lambda: tried(lambda: listens(port)), 120), "the server does not start"
-        make = lambda: FsspecStore(kind)._files.mkdir("bucket") or True  # noqa: E731
+        make = lambda: FsspecStorage(kind)._files.mkdir("bucket") or True  # noqa: E731
         assert until(lambda: tried(make), 30), "the server creates no bucket"
         yield proxy, f"{kind}://bucket"
         object_storage._store.cache_clear()
@@ -205,7 +205,7 @@ def test_terms(store, directory, monkeypatch):
 
 
 def test_a_store_without_conditions_is_refused(store, directory, monkeypatch):
-    monkeypatch.setattr(FsspecStore, "write_new", FsspecStore.write)
+    monkeypatch.setattr(FsspecStorage, "write_new", FsspecStorage.write)
     with pytest.raises(StorageError, match="its store ignores the condition"):
         claim(directory, "a", "")
 

@@ -15,7 +15,7 @@ from trainer.cli.data import add_data_command
 from trainer.cli.doctor import add_doctor_command
 from trainer.cli.generate import add_eval_command, add_generate_command
 from trainer.cli.launch import add_launch_command
-from trainer.cli.parser import CommandParser, VersionAction
+from trainer.cli.parser import CommandParser, CommandVersionAction
 from trainer.cli.plan import add_plan_command
 from trainer.cli.profile import add_profile_command
 from trainer.cli.recipe import add_import_command, add_init_command, add_recipe_command
@@ -69,7 +69,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="perdure", description="Train models that last.")
     what = "show versions of Perdure, Python and torch"
-    parser.add_argument("--version", action=VersionAction, help=what)
+    parser.add_argument("--version", action=CommandVersionAction, help=what)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in (
         *(add_train_command, add_store_command, add_data_command, add_ckpt_command),

@@ -51,7 +51,7 @@ def _suggestion(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-class VersionAction(argparse.Action):
+class CommandVersionAction(argparse.Action):
     """Prints package versions without importing the packages."""
 
     def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:

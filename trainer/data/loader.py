@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from checkpointing.storage.place import StoragePlace
-from elastic.group.batch_plan import BatchPlan
+from elastic.group.batch_plan import GroupBatchPlan
 from elastic.process import die_with_parent
 from trainer.data.order import (
     BLOCK,
@@ -462,7 +462,9 @@ def _begun_ahead(stream: Stream, workers: int) -> int:
     return -(-ahead // stride) * stride
 
 
-def requests(plan_at: Callable[[int], BatchPlan], dp_rank: int, start: int) -> Iterator[list[int]]:
+def requests(
+    plan_at: Callable[[int], GroupBatchPlan], dp_rank: int, start: int
+) -> Iterator[list[int]]:
     """Yield the positions of each micro-batch of a data-parallel rank, endlessly. `plan_at` returns
     the plan of the global batch that begins at a position. `start`: position of the first one."""
     while True:

@@ -156,7 +156,7 @@ MASKED_ON_CPU = 256
 document (`python -m benchmarks.attention_memory grid`)."""
 
 
-class Documents(NamedTuple):
+class AttentionDocuments(NamedTuple):
     """Boundaries of the documents in a micro-batch, see [Note: documents]."""
 
     way: Way | Literal["ring"]
@@ -240,7 +240,7 @@ def locate(
     requested: Requested,
     window: int | None = None,
     sinks: bool = False,
-) -> Documents:
+) -> AttentionDocuments:
     """Compute the boundaries of documents once per pass, for all layers. The host does not wait for
     the GPU, and changed boundaries cause no new compilation. Raises ValueError if the requested way
     does not work.
@@ -257,7 +257,7 @@ def locate(
         requested, dtype, head_dim, capability(cu_seqlens.device), length, slides, sinks
     )
     if way == "varlen":
-        return Documents(way, cu_seqlens, window)
+        return AttentionDocuments(way, cu_seqlens, window)
     tokens = torch.arange(rows * length, dtype=torch.int32, device=cu_seqlens.device)
     # A document's number is the number of offsets up to its tokens.
     ids = torch.searchsorted(cu_seqlens, tokens, right=True).view(rows, length)
@@ -266,18 +266,24 @@ def locate(
         seen = seen if window is None else seen.triu(1 - window)
         mask = torch.where(seen, 0.0, -torch.inf).to(dtype)
         # every query sees the additional key of the sink
-        return Documents(way, F.pad(mask, (0, 1)) if sinks else mask, window)
+        return AttentionDocuments(way, F.pad(mask, (0, 1)) if sinks else mask, window)
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         before = (query >= key) & (ids[row, query] == ids[row, key])
         return before if window is None else before & (query - key < window)
 
     _, create_block_mask = flex_kernels()
-    return Documents(way, create_block_mask(sees, rows, None, length, length, ids.device), window)
+    return AttentionDocuments(
+        way, create_block_mask(sees, rows, None, length, length, ids.device), window
+    )
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: AttentionDocuments | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return causal scaled dot-product attention (B, T, N, H), inside documents if there are any.
     Raises ValueError for sinks without documents, or with documents in a way without sinks.
@@ -353,7 +359,7 @@ def _with_key_of_sink(
     return q, k, F.pad(v, (0, more, 0, 1))
 
 
-def _groups_in_kernel(q: Tensor, documents: Documents | None) -> bool:
+def _groups_in_kernel(q: Tensor, documents: AttentionDocuments | None) -> bool:
     gpu = capability(q.device)
     if gpu is None:
         return True

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from checkpointing.format.nf4 import weights_in
 from trainer.data.packing import cu_seqlens_of
-from trainer.models.attention import Documents, Requested, Rope, attend, locate, rope_table, rotate
+from trainer.models.attention import (
+    AttentionDocuments,
+    Requested,
+    Rope,
+    attend,
+    locate,
+    rope_table,
+    rotate,
+)
 from trainer.models.family import Family, family_of
 from trainer.models.loss import HeadLoss, preference_loss
 from trainer.recipe.architecture import Architecture
@@ -85,7 +93,7 @@ class Attention(nn.Module):
         k = self.k_norm(self.k_proj(x).view(heads))
         return q, k, self.v_proj(x).view(heads)
 
-    def forward(self, x: Tensor, rope: Rope | None, documents: Documents | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, documents: AttentionDocuments | None) -> Tensor:
         """Map x (B, T, D) to (B, T, D). Under sequence parallelism x is a part of the sequence.
         `rope`: see `rope_table`; None: no rotation. `documents`: see `locate`; None: each sequence
         is one document."""
@@ -94,7 +102,7 @@ class Attention(nn.Module):
             q, k = rotate(q, rope), rotate(k, rope)
         return self.o_proj(self.mix(q, k, v, documents).flatten(2))
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: AttentionDocuments | None) -> Tensor:
         """Return the output of attention (B, T, N, H), see `attend`. Families may override it."""
         return attend(q, k, v, documents)
 
@@ -127,7 +135,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, rope: Rope | None, documents: Documents | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, documents: AttentionDocuments | None) -> Tensor:
         """Map the residual stream x (B, T, D) to (B, T, D), see `Attention.forward`."""
         x = x + self.self_attn(self.input_layernorm(x), rope, documents)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -155,7 +163,7 @@ class Backbone(nn.Module):
         cu_seqlens: Tensor | None = None,
         hidden: Tensor | None = None,
         positions: Tensor | None = None,
-        documents: Documents | None = None,
+        documents: AttentionDocuments | None = None,
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Return hidden states (B, T, D), and the statistics of each block that returns some.
         Arguments: see `Decoder.forward`."""
@@ -176,7 +184,7 @@ class Backbone(nn.Module):
             cu_seqlens = _one_document_each(input_ids)
         if cu_seqlens is not None:
             documents = locate(cu_seqlens, *where, sinks=self.sinks)
-        seen: dict[int | None, Documents | None] = {None: documents}
+        seen: dict[int | None, AttentionDocuments | None] = {None: documents}
         for window in self.windows(input_ids.shape[1]):
             ends = _one_document_each(input_ids) if cu_seqlens is None else cu_seqlens
             seen[window] = locate(ends, *where, window, self.sinks)
@@ -311,7 +319,7 @@ class Decoder(nn.Module):
         cu_seqlens: Tensor | None = None,
         hidden: Tensor | None = None,
         positions: Tensor | None = None,
-        documents: Documents | None = None,
+        documents: AttentionDocuments | None = None,
         statistics: Tensor | None = None,
         whole: DecoderMeans | None = None,
         segments: Tensor | None = None,

@@ -12,7 +12,7 @@ from checkpointing.format.layout import TensorMeta
 from checkpointing.format.optimizers import (
     OWN,
     CheckpointOptimizerState,
-    CheckpointOptimizerTargets,
+    OptimizerFormatTargets,
     optimizer_state,
     optimizer_targets,
 )
@@ -49,7 +49,7 @@ def own_targets(
     trees: Mapping[str, Any] | None,
     metas: Mapping[str, TensorMeta],
     state_dtype: Format = "fp32",
-) -> CheckpointOptimizerTargets:
+) -> OptimizerFormatTargets:
     """Return the tensors into which a saved `own_state` is loaded. Then `put` of the result assigns
     the state to the optimizer.
 
@@ -62,7 +62,7 @@ def own_targets(
     """
     if isinstance(optimizer, MethodOptimizer):
         if state_dtype == optimizer.state_dtype:
-            return CheckpointOptimizerTargets(
+            return OptimizerFormatTargets(
                 optimizer_state(optimizer, parameters).tensors, lambda: None
             )
         state = optimizer.state_in(state_dtype)
@@ -71,7 +71,7 @@ def own_targets(
             for name, parameter in parameters.items()
             for key, tensor in sorted(state.get(parameter, {}).items())
         }
-        return CheckpointOptimizerTargets(tensors, lambda: optimizer.take(state, state_dtype))
+        return OptimizerFormatTargets(tensors, lambda: optimizer.take(state, state_dtype))
     states = trees and {name: one["state"] for name, one in trees.items() if "state" in one}
     targets = optimizer_targets(optimizer, parameters, states, metas)
     names = {parameter: name for name, parameter in parameters.items()}
@@ -87,7 +87,7 @@ def own_targets(
             if OWN not in (trees or {}):
                 _put_settings(group, changed)
 
-    return CheckpointOptimizerTargets(targets.tensors, put)
+    return OptimizerFormatTargets(targets.tensors, put)
 
 
 def _put_settings(group: dict[str, Any], changed: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.data.stream import IGNORED_LABEL
-from trainer.models.attention import Documents
+from trainer.models.attention import AttentionDocuments
 from trainer.models.decoder import Attention, Decoder
 from trainer.models.loss import label_count, on_gpu
 from trainer.parallel.passes import ParallelActivationMap
@@ -386,8 +386,8 @@ class ContextParallel:
         of_labels = (mine != IGNORED_LABEL).sum() / label_count(labels)
         whole = ContextParallelMeans(self.group, of_labels, some.shape[1] / ids.shape[1])
         return module(
-            input_ids=some, labels=mine, positions=positions, documents=Documents("ring", ring),
-            whole=whole, **beside,
+            input_ids=some, labels=mine, positions=positions, whole=whole,
+            documents=AttentionDocuments("ring", ring), **beside,
         )  # fmt: skip
 
 

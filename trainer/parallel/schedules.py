@@ -101,7 +101,7 @@ class PipelineActionSequence(NamedTuple):
     """Per rank, the largest number of forwards whose activations it stores at once."""
 
 
-class PipelineSimulation(NamedTuple):
+class PipelineParallelSimulation(NamedTuple):
     """Simulated times of all actions, in the units of the costs."""
 
     arrangement: PipelineActionSequence
@@ -164,7 +164,7 @@ def simulate(
     cost: Mapping[Kind, float] = COST,
     stages: Sequence[Mapping[Kind, float]] = (),
     message: float = 0.0,
-) -> PipelineSimulation:
+) -> PipelineParallelSimulation:
     """Compute when each action runs if every rank follows its order. `cost`: duration of an action
     by kind; if stages differ, `stages` has it for each stage. `message`: time of a message to
     another rank, which keeps no rank busy."""
@@ -180,7 +180,7 @@ def simulate(
         busy[rank] += seconds
         starts.append(began)
         ended.append(free[rank])
-    return PipelineSimulation(arrangement, starts, ended, busy)
+    return PipelineParallelSimulation(arrangement, starts, ended, busy)
 
 
 def bubble_formula(name: Name, ranks: int, per_rank: int, count: int) -> float:

@@ -16,7 +16,7 @@ from trainer.plan.times import PlannedCollective
 from trainer.plan.trace import Recompute
 from trainer.recipe import Recipe, RecipeError, StrategySection, strategies
 from trainer.recipe.rules import contradictions
-from trainer.recipe.strategies.dimension import StrategySizes
+from trainer.recipe.strategies.dimension import RecipeStrategySizes
 
 ROOM = 0.1
 """Fraction of memory that a recommended strategy leaves free: on a GPU for torch, CUDA, NCCL and
@@ -220,9 +220,11 @@ def _layouts(
                 yield f"{_name(strategy)} {label}".strip(), strategy
 
 
-def _tried_sizes(recipe: Recipe, machine: PlannedMachine, blueprint: PlannedModel) -> StrategySizes:
+def _tried_sizes(
+    recipe: Recipe, machine: PlannedMachine, blueprint: PlannedModel
+) -> RecipeStrategySizes:
     experts = [shape.rows for unit in blueprint.units for shape in unit if shape.stacked]
-    return StrategySizes(
+    return RecipeStrategySizes(
         machine.world_size, machine.gpus_per_node, recipe.data.seq_len, blueprint.block_count,
         experts,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from trainer.parallel.schedules import (
     Kind,
     Order,
     PipelineActionSequence,
-    PipelineSimulation,
+    PipelineParallelSimulation,
     simulate,
 )
 from trainer.plan.blueprint import (
@@ -228,7 +228,7 @@ def times_of(
     recipe: Recipe,
     layout: PlannedLayout,
     machine: PlannedMachine,
-    simulation: PipelineSimulation | None,
+    simulation: PipelineParallelSimulation | None,
 ) -> _StepTimes:
     """Estimate the seconds of a step. `simulation`: result of `simulated` for a pipeline.
 
@@ -395,7 +395,7 @@ def simulated(
     arrangement: PipelineActionSequence,
     layout: PlannedLayout,
     machine: PlannedMachine | None,
-) -> PipelineSimulation:
+) -> PipelineParallelSimulation:
     """Simulate a step of a pipeline with the traced costs of its stages, in seconds. Without a
     machine the unit is operations, and messages cost nothing."""
     costs: dict[int, dict[Kind, float]] = {}

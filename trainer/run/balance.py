@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from elastic.group.batch_plan import BatchPlan, BatchSharePlanner
+from elastic.group.batch_plan import GroupBatchPlan, GroupBatchPlanner
 from trainer.parallel.fsdp import fsdp_units
 from trainer.parallel.mesh import SHARD, Mesh
 from trainer.parallel.passes import mark, seconds_between
@@ -36,10 +36,10 @@ class RunSpeedBalance:
     first plan, with equal shares. `ahead`: micro-batches that a loader requests before they are
     used."""
 
-    def __init__(self, recipe: Recipe, mesh: Mesh, plan: BatchPlan, ahead: int) -> None:
+    def __init__(self, recipe: Recipe, mesh: Mesh, plan: GroupBatchPlan, ahead: int) -> None:
         lockstep = recipe.gathers_twice or recipe.strategy.reduce_every_pass
         plan = replace(plan, lockstep=lockstep)
-        self._balance = BatchSharePlanner(plan, recipe.micro_batch)
+        self._balance = GroupBatchPlanner(plan, recipe.micro_batch)
         self._mesh, self._ahead = mesh, ahead
         self._plans = [(0, plan)]
         """The present and any later plan, each with the first sequence that it divides."""
@@ -57,7 +57,7 @@ class RunSpeedBalance:
         self._marks: list[tuple[Any, Any]] = []
         """(begin, end) of each block's forward pass in this step; recorded only if `_waits`."""
 
-    def plan_at(self, sequences: int) -> BatchPlan:
+    def plan_at(self, sequences: int) -> GroupBatchPlan:
         """Return the plan of the global batch that begins at sequence `sequences`. Once a loader
         has requested samples of that batch, its plan never changes."""
         return next(plan for begin, plan in reversed(self._plans) if begin <= sequences)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from checkpointing import TensorCheckpointer
 from checkpointing.format.tensors import tensors_not_finite
 from elastic import StartLine, World, describe_failure
-from elastic.group.batch_plan import BatchPlan
+from elastic.group.batch_plan import GroupBatchPlan
 from elastic.node.recall import NodeRecallSocket
 from elastic.process import usable_cores
 from elastic.world import drop_world, limit_waits, read_environment
@@ -59,7 +59,7 @@ class _BuiltModel:
     """The recipe with every value resolved for this world."""
     task: Task
     mesh: Mesh
-    plan: BatchPlan
+    plan: GroupBatchPlan
     model: ParallelModel
     optimizer: torch.optim.Optimizer
     kept: RunProgress | None
@@ -282,7 +282,7 @@ def start_line(
 
 @contextmanager
 def shares_by_speed(
-    recipe: Recipe, mesh: Mesh, plan: BatchPlan, model: ParallelModel, task: Task
+    recipe: Recipe, mesh: Mesh, plan: GroupBatchPlan, model: ParallelModel, task: Task
 ) -> Iterator["RunSpeedBalance | None"]:
     """Context in which forward passes are timed for `batch.balance: speed`. Yields the object that
     chooses the shares of ranks, or None if all shares are equal, as in `plan`."""

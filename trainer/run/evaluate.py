@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from elastic import PAUSE_TO_LEAVE, Pulse
-from elastic.node.exchange import WorldSum, received
+from elastic.node.exchange import NodeExchangeSum, received
 from trainer.data.loader import load
 from trainer.data.stream import COUNTED
 from trainer.parallel.passes import COUNT
@@ -114,4 +114,4 @@ def evaluate(run: Run, evaluation: TaskValidation, *, heed: bool = True) -> dict
 
 def pause_request(pulse: Pulse) -> float:
     """Return the sum of `Pulse.pause_request` over all ranks. On all ranks."""
-    return WorldSum(pulse.pause_request).wait()
+    return NodeExchangeSum(pulse.pause_request).wait()

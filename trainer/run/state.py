@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from checkpointing import Spare, TensorCheckpointer
+from checkpointing import SpareWriter, TensorCheckpointer
 from checkpointing.ranks import exchange
 from elastic import Pulse, StartLine, World
-from elastic.group.batch_plan import BatchPlan, BatchPlanPass
+from elastic.group.batch_plan import GroupBatchPlan, GroupBatchPlanPass
 from elastic.node.recall import NodeRecallSocket
 from trainer.optim.optimizer import LossScale, Rate
 from trainer.parallel.mesh import Mesh
@@ -121,7 +121,7 @@ class RunProcess:
     """Path of a recipe, and overrides `key.sub=value`."""
     pulse: Pulse
     recall: NodeRecallSocket
-    spare: Spare
+    spare: SpareWriter
     """A checkpoint writer process that has started already."""
     startup: RunStartup
     """Times of the present attempt's start."""
@@ -156,7 +156,7 @@ class Run:
     task: Task
     world: World
     mesh: Mesh
-    plan: BatchPlan
+    plan: GroupBatchPlan
     """The division of global batches into equal shares; `plan_at` returns the plan in force."""
     model: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -178,12 +178,12 @@ class Run:
     witness: "GradientWitness | None" = None
     """Compares gradients between ranks; None: the recipe does not ask for it."""
 
-    def plan_at(self, sequences: int) -> BatchPlan:
+    def plan_at(self, sequences: int) -> GroupBatchPlan:
         """Return the plan of the global batch that begins at a sequence of the global order."""
         return self.balance.plan_at(sequences) if self.balance else self.plan
 
     @property
-    def micro_batches(self) -> list[BatchPlanPass]:
+    def micro_batches(self) -> list[GroupBatchPlanPass]:
         """This rank's micro-batches in the present step."""
         sequences = self.progress.sequences
         return list(self.plan_at(sequences).micro_batches(self.mesh.dp_rank, sequences))

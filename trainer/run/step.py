@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from checkpointing.format.tensors import tensors_not_finite
 from checkpointing.format.untrusted import printable
-from elastic.group.batch_plan import BatchPlanPass
+from elastic.group.batch_plan import GroupBatchPlanPass
 from elastic.node.exchange import gathered, received
 from trainer.data.loader import MASK
 from trainer.data.stream import CONSUMED, COUNTED
@@ -151,7 +151,7 @@ def train_step(run: Run, source: StepInputs) -> StepResult:
 
 
 def consumed(
-    inputs: Sequence[dict[str, Any]], micro_batches: Iterable[BatchPlanPass], witness: int
+    inputs: Sequence[dict[str, Any]], micro_batches: Iterable[GroupBatchPlanPass], witness: int
 ) -> tuple[int, int] | None:
     """Remove the digests of samples from the inputs of a step, and return their sums (samples,
     contents) over real micro-batches, times `Mesh.witness`; None if there are no digests."""
@@ -328,7 +328,10 @@ class _PassSums:
 
 
 def compute_pass(
-    run: Run, micro_batch: BatchPlanPass, batch: Mapping[str, Any], forward: ParallelForwardPass
+    run: Run,
+    micro_batch: GroupBatchPlanPass,
+    batch: Mapping[str, Any],
+    forward: ParallelForwardPass,
 ) -> _PassSums:
     """Call the model for a micro-batch, whose inputs are `batch`, and set `forward.root`, the loss
     from which backward begins."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 from torch.distributed import DistBackendError
 
-from checkpointing import SaveFailed, Spare
+from checkpointing import SaveFailed, SpareWriter
 from checkpointing.format.untrusted import printable
 from elastic import (
     EXIT_DO_NOT_REQUEUE,
@@ -206,7 +206,11 @@ def begin(arguments: tuple[str, ...]) -> RunProcess:
     if read_environment()[2] > 1:
         die_with_parent()
     grow_segments()
-    recall, spare, in_reserve = NodeRecallSocket.from_environment(), Spare(), RESERVE in os.environ
+    recall, spare, in_reserve = (
+        NodeRecallSocket.from_environment(),
+        SpareWriter(),
+        RESERVE in os.environ,
+    )
     kept: list[KeptModel] = []
     if in_reserve:
         spare.start()

@@ -17,7 +17,7 @@ from checkpointing.format.untrusted import is_plain
 from checkpointing.storage.folders import LockedStorageFolder, hold
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
-from checkpointing.storage.steps import StoredFileReader, open_step, storage_of
+from checkpointing.storage.steps import StorageFileReader, open_step, storage_of
 from checkpointing.tools.inspect import StepChoice, find_checkpoint
 from elastic.record.history import LedgerError
 from trainer.recipe import RecipeError
@@ -125,7 +125,7 @@ def local_model(path: ObjectPath, step: StepChoice = None) -> Iterator[Path]:
             (top / name).parent.mkdir(parents=True, exist_ok=True)
             place = found.path / name
             with storage.open(place) as stored, (top / name).open("xb") as file:
-                blocks = StoredFileReader(stored, place, record)
+                blocks = StorageFileReader(stored, place, record)
                 for block in range(-(-record.size // BLOCK_BYTES)):
                     file.write(blocks.held(blocks.check(block)))
         yield top

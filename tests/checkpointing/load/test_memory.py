@@ -22,9 +22,16 @@ from checkpointing import (
 )
 from checkpointing import tensor_checkpointer as checkpointer_module
 from checkpointing.load import restore
-from checkpointing.load.memory import TOKEN, LeftoverSlot, check, make_token, newest_whole, token
+from checkpointing.load.memory import (
+    TOKEN,
+    LoadLeftoverSlot,
+    check,
+    make_token,
+    newest_whole,
+    token,
+)
 from checkpointing.save.link import WriterLink
-from checkpointing.save.messages import Manifest, StagedReport
+from checkpointing.save.messages import SaveManifest, StagedReport
 from checkpointing.save.peers import open_leftover, read_manifest
 from checkpointing.storage.folders import (
     SHARED_MEMORY,
@@ -459,9 +466,9 @@ def test_a_copy_in_memory_ends_with_the_coordinator(tmp_path, monkeypatch):
 
 def part(
     step: int, node: int, nodes: int, committed: int | None = None, tensors="t", attempt="a", home=0
-) -> LeftoverSlot:
-    manifest = Manifest(attempt, step, committed, tensors, node, nodes, {}, {}, "{}")
-    return LeftoverSlot("", home, manifest)
+) -> LoadLeftoverSlot:
+    manifest = SaveManifest(attempt, step, committed, tensors, node, nodes, {}, {}, "{}")
+    return LoadLeftoverSlot("", home, manifest)
 
 
 def test_the_newest_step_of_which_all_is_there_is_taken():

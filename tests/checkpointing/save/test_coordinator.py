@@ -89,7 +89,7 @@ class Node:
     stopped: bool = True
     staged: int = 0
     """Which of POSITIONS it has reached."""
-    working: deque[tuple[msg.Key, msg.BlockRange, FakeTarget]] = field(default_factory=deque)
+    working: deque[tuple[msg.Key, msg.SaveBlockRange, FakeTarget]] = field(default_factory=deque)
 
 
 class World:
@@ -114,8 +114,8 @@ class World:
         self.whole_slot: int | None = None
         """Of two: the one that holds the last save that was committed, or remembered by all."""
         self.staged: defaultdict[msg.Key, dict[int, msg.Position]] = defaultdict(dict)
-        self.granted: set[tuple[msg.Key, msg.BlockRange]] = set()
-        self.out: set[tuple[msg.Key, msg.BlockRange, int]] = set()
+        self.granted: set[tuple[msg.Key, msg.SaveBlockRange]] = set()
+        self.out: set[tuple[msg.Key, msg.SaveBlockRange, int]] = set()
         """Granted, and not known to have ended."""
         self.targets: list[FakeTarget] = []
         self.nodes = [Node(number) for number in range(NODES)]

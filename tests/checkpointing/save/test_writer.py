@@ -142,7 +142,7 @@ def test_who_connects_and_says_nothing_keeps_nobody_out(tmp_path, monkeypatch):
         socket.create_connection(listener.address, timeout=5) as other,
     ):
         assert other.recv(1), "it is asked who it is"
-        call(listener.address, writer.setup.secret).send(msg.CallerGreeting("node", 3))
+        call(listener.address, writer.setup.secret).send(msg.SaveCallerGreeting("node", 3))
         writer.loop.turn(5)
         assert 3 in writer._peers
         with pytest.raises(SaveChannelError):

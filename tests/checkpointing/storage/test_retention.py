@@ -31,8 +31,8 @@ from checkpointing.storage.ownership import owner
 from checkpointing.storage.posix import lock_file
 from checkpointing.storage.posix_storage import PosixStorage
 from checkpointing.storage.retention import (
-    RetentionStep,
-    RetentionVerdicts,
+    StorageRetentionStep,
+    StorageRetentionVerdicts,
     decide,
     inspect_steps,
     prune,
@@ -60,7 +60,7 @@ def save(directory, step, **state):
 def prune_read(directory, rules, damaged=()):
     """Prune when every byte that is not known to be damaged was read and found right."""
     right = {path.name for path in directory.glob("step-*")} - set(damaged)
-    return prune(directory, rules, RetentionVerdicts(damaged=damaged, verified=right))
+    return prune(directory, rules, StorageRetentionVerdicts(damaged=damaged, verified=right))
 
 
 def steps(directory):
@@ -78,7 +78,9 @@ def found(text):
         step, value, mark = re.fullmatch(r"(\d+)=?([a-z0-9.]*)([-?*]?)", word).groups()
         damage, unreadable = "torn" * (mark == "-") or None, "no" * (mark == "?") or None
         number = float(value) if value else None
-        items.append(RetentionStep(Path(step), int(step), number, 0, damage, unreadable, not mark))
+        items.append(
+            StorageRetentionStep(Path(step), int(step), number, 0, damage, unreadable, not mark)
+        )
     return items
 
 
@@ -114,13 +116,13 @@ def test_what_goes(there, rules, goes):
 
 def test_every_decision_has_its_reason():
     there = [
-        RetentionStep(Path("70"), 70),
-        RetentionStep(Path("60"), 60, 3.0, verified=True),
-        RetentionStep(Path("50"), 50, damage="x is missing"),
-        RetentionStep(Path("40"), 40, 5.0),
-        RetentionStep(Path("30"), 30, 1.0),
-        RetentionStep(Path("20"), 20, 9.0),
-        RetentionStep(Path("10"), 10, unreadable="permission denied"),
+        StorageRetentionStep(Path("70"), 70),
+        StorageRetentionStep(Path("60"), 60, 3.0, verified=True),
+        StorageRetentionStep(Path("50"), 50, damage="x is missing"),
+        StorageRetentionStep(Path("40"), 40, 5.0),
+        StorageRetentionStep(Path("30"), 30, 1.0),
+        StorageRetentionStep(Path("20"), 20, 9.0),
+        StorageRetentionStep(Path("10"), 10, unreadable="permission denied"),
     ]
     assert [(item.stays, item.reason) for item in decide(there, options(1, 40, 1))] == [
         (True, "among the newest 1"),
@@ -135,7 +137,7 @@ def test_every_decision_has_its_reason():
 
 FOUND = st.lists(
     st.builds(
-        RetentionStep,
+        StorageRetentionStep,
         path=st.just(Path()),
         step=st.integers(0, 60),
         value=st.none() | st.sampled_from([0.5, 1.0, 2.0]) | st.floats(),
@@ -189,7 +191,7 @@ def test_rules_on_real_checkpoints(tmp_path):
         save(tmp_path, step, **({} if loss is None else {"validation_loss": loss}))
     (tmp_path / "notes").mkdir()
     (tmp_path / "step-00000000").mkdir()  # no commit record: not a checkpoint
-    found = inspect_steps(tmp_path, "validation_loss", RetentionVerdicts())
+    found = inspect_steps(tmp_path, "validation_loss", StorageRetentionVerdicts())
     assert [item.value for item in found][:2] == [
         None,
         4.0,

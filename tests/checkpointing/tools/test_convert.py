@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from checkpointing import CheckpointError, DamagedCheckpoint, StorageError, load_model
-from checkpointing.format.layout import BLOCK_BYTES, StoredTensor, TensorMeta
+from checkpointing.format.layout import BLOCK_BYTES, LayoutTensor, TensorMeta
 from checkpointing.storage import source
-from checkpointing.storage.source import StoredTensorReader
+from checkpointing.storage.source import StorageTensorReader
 from checkpointing.tools.convert import export, import_checkpoint
 from checkpointing.tools.inspect import show, verify
 from tests.checkpointing.stored import flip, raw, write_checkpoint
@@ -282,7 +282,7 @@ def test_a_dcp_checkpoint_comes_with_its_optimizer(model, tmp_path):
     assert len(moments) == 3 * len(list(model.parameters()))
     assert contents.optimizer.keys() == moments.keys()
     for section, tensors in ((contents.model, weights), (contents.optimizer, moments)):
-        with StoredTensorReader(out, contents.record.files) as reader:
+        with StorageTensorReader(out, contents.record.files) as reader:
             for name, tensor in tensors.items():
                 found = bytearray(section[name].meta.nbytes)
                 reader.read(section[name], 0, memoryview(found))
@@ -296,10 +296,10 @@ def test_a_dcp_checkpoint_comes_with_its_optimizer(model, tmp_path):
 def test_a_file_that_shrinks_while_it_is_read(tmp_path):
     (tmp_path / "w").write_bytes(bytes(100))
     with (
-        StoredTensorReader(tmp_path, {}) as reader,
+        StorageTensorReader(tmp_path, {}) as reader,
         pytest.raises(DamagedCheckpoint, match="w: ends too early; it was cut short"),
     ):
-        reader.read(StoredTensor("w", 90, TensorMeta("U8", (20,))), 0, memoryview(bytearray(20)))
+        reader.read(LayoutTensor("w", 90, TensorMeta("U8", (20,))), 0, memoryview(bytearray(20)))
 
 
 def test_imports_that_make_no_sense(tmp_path):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from checkpointing import DamagedCheckpoint, StorageError
-from checkpointing.format.layout import BLOCK_BYTES, FileRecord, StoredTensor, TensorMeta
+from checkpointing.format.layout import BLOCK_BYTES, FileRecord, LayoutTensor, TensorMeta
 from checkpointing.format.tensors import TORCH_DTYPES
-from checkpointing.storage.source import StoredTensorReader
+from checkpointing.storage.source import StorageTensorReader
 from checkpointing.tools import diff
 from checkpointing.tools.convert import export
 from checkpointing.tools.diff import CheckpointDifference, ValueDifference
@@ -43,7 +43,7 @@ def changed(name, index, value):
 
 
 def test_equal_files_are_not_read(compare, monkeypatch):
-    monkeypatch.setattr(StoredTensorReader, "read", None)
+    monkeypatch.setattr(StorageTensorReader, "read", None)
     found = compare()
     assert found.equal
     assert found.identical == 6
@@ -59,12 +59,12 @@ def test_equal_tensors_in_other_files_are_equal(compare, monkeypatch):
 
 def test_equal_blocks_count_only_for_tensors_at_the_same_place():
     """Two tensors that changed places: other headers, and from the second block on equal bytes."""
-    here, there = (StoredTensor("f", BLOCK_BYTES + at, TensorMeta("U8", (4,))) for at in (8, 12))
+    here, there = (LayoutTensor("f", BLOCK_BYTES + at, TensorMeta("U8", (4,))) for at in (8, 12))
     a, b = ({"f": FileRecord(2 * BLOCK_BYTES, (first, 7))} for first in (1, 2))
     assert diff._same_checksums(here, here, a, b)
     assert not diff._same_checksums(here, there, a, b)
     assert not diff._same_checksums(here, here, a, {})
-    across = StoredTensor("f", BLOCK_BYTES - 1, TensorMeta("U8", (4,)))
+    across = LayoutTensor("f", BLOCK_BYTES - 1, TensorMeta("U8", (4,)))
     assert not diff._same_checksums(across, across, a, b)
 
 

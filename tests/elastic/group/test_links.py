@@ -12,7 +12,7 @@ import pytest
 
 from elastic.group.health import check_folders, describe_mount
 from elastic.group.network import network_problems
-from elastic.group.nvml import NvmlLinks, domain_of, link_problems, read_links
+from elastic.group.nvml import HealthNvmlLinks, domain_of, link_problems, read_links
 
 ACTIVE = {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)"}
 
@@ -123,23 +123,23 @@ H100, ALL = "NVIDIA H100 80GB HBM3", frozenset(range(18))
     ("before", "after", "problems"),
     [
         ([], [], []),
-        ([NvmlLinks("T4")] * 2, [NvmlLinks("T4")] * 2, []),
-        ([NvmlLinks(H100, ALL)] * 8, [NvmlLinks(H100, ALL)] * 8, []),
+        ([HealthNvmlLinks("T4")] * 2, [HealthNvmlLinks("T4")] * 2, []),
+        ([HealthNvmlLinks(H100, ALL)] * 8, [HealthNvmlLinks(H100, ALL)] * 8, []),
         # Old errors, and a card of another kind, are no fault.
-        ([NvmlLinks(H100, ALL, errors=5), NvmlLinks("T4")],) * 2 + ([],),
+        ([HealthNvmlLinks(H100, ALL, errors=5), HealthNvmlLinks("T4")],) * 2 + ([],),
         (
-            [NvmlLinks(H100, ALL)] * 2,
-            [NvmlLinks(H100, ALL), NvmlLinks(H100, ALL - {3, 7}, frozenset({3, 7}))],
+            [HealthNvmlLinks(H100, ALL)] * 2,
+            [HealthNvmlLinks(H100, ALL), HealthNvmlLinks(H100, ALL - {3, 7}, frozenset({3, 7}))],
             ["GPU 1: 16 of its NVLinks are up (down: 3, 7), and 18 of another NVIDIA H100 80GB"],
         ),
         (
-            [NvmlLinks(H100, ALL)],
-            [NvmlLinks(H100, ALL, errors=2)],
+            [HealthNvmlLinks(H100, ALL)],
+            [HealthNvmlLinks(H100, ALL, errors=2)],
             ["GPU 0: 2 NVLink errors within"],
         ),
         (
-            [NvmlLinks(H100, ALL)],
-            [NvmlLinks(H100, ALL, joined=False)],
+            [HealthNvmlLinks(H100, ALL)],
+            [HealthNvmlLinks(H100, ALL, joined=False)],
             ["GPU 0: it has not joined its NVLink fabric; see that nvidia-fabricmanager runs"],
         ),
     ],
@@ -151,9 +151,9 @@ def test_nvlinks(before, after, problems):
 
 
 def test_a_node_is_in_the_domain_that_all_its_gpus_are_in():
-    one, other = NvmlLinks(H100, domain="nvl-1.0"), NvmlLinks(H100, domain="nvl-2.0")
+    one, other = HealthNvmlLinks(H100, domain="nvl-1.0"), HealthNvmlLinks(H100, domain="nvl-2.0")
     assert domain_of([one, one]) == "nvl-1.0"
-    assert domain_of([one, other]) == domain_of([one, NvmlLinks(H100)]) == domain_of([]) == ""
+    assert domain_of([one, other]) == domain_of([one, HealthNvmlLinks(H100)]) == domain_of([]) == ""
 
 
 STAND_IN = """

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.group.batch_plan import (
-    BatchSharePlanner,
+    GroupBatchPlanner,
     best_plan,
     fastest_shares,
     plan_batch,
@@ -21,7 +21,7 @@ def balance_of(ranks, each, micro_batch=4, *, fixed=False, lockstep=False):
     """A new balance, with `each` units a rank."""
     size = micro_batch if fixed else 1
     plan = plan_batch(ranks * each * size, ranks, micro_batch, fixed=fixed)
-    return BatchSharePlanner(replace(plan, lockstep=lockstep), micro_batch)
+    return GroupBatchPlanner(replace(plan, lockstep=lockstep), micro_batch)
 
 
 KINDS = [{}, {"fixed": True}, {"lockstep": True}]

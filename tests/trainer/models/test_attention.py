@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.data.packing import cu_seqlens_of
 from trainer.models import Decoder, attention
-from trainer.models.attention import Documents, attend, choose_attention, locate
+from trainer.models.attention import AttentionDocuments, attend, choose_attention, locate
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.recipe.architecture import Architecture
 
@@ -106,7 +106,7 @@ def test_flex_is_attention_inside_documents(
     monkeypatch.undo()
     if window:
         return
-    loop = attend(*(again := inputs()), Documents("varlen", cu_seqlens_of(ids)))
+    loop = attend(*(again := inputs()), AttentionDocuments("varlen", cu_seqlens_of(ids)))
     loops = torch.autograd.grad(loop, again, upstream)
     torch.testing.assert_close(gradients, loops, atol=TOLERANCE, rtol=0)
 
@@ -211,7 +211,9 @@ def test_a_gpu_s_attention_is_compiled_in_one_graph(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(attention, "capability", attention._constant(lambda _: (8, 0)))
     ends = torch.empty(9, dtype=torch.int32)
-    torch.compile(attend, backend=compiler)(*inputs(torch.bfloat16), Documents("varlen", ends))
+    torch.compile(attend, backend=compiler)(
+        *inputs(torch.bfloat16), AttentionDocuments("varlen", ends)
+    )
     (graph,) = graphs
     assert "torch_attn._varlen_attn" in str(graph.code)
 

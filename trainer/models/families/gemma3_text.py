@@ -6,7 +6,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.attention import Documents, Rope
+from trainer.models.attention import AttentionDocuments, Rope
 from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, RMSNorm
 from trainer.models.family import Family, LayerKind, init_parameter, kinds_by_window, window_of
 from trainer.recipe.architecture import Architecture
@@ -46,7 +46,7 @@ class Gemma3Block(nn.Module):
         self.self_attn = _ScaledAttention(architecture)
         self.mlp = MLP(architecture, partial(F.gelu, approximate="tanh"))
 
-    def forward(self, x: Tensor, rope: Rope | None, documents: Documents | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, documents: AttentionDocuments | None) -> Tensor:
         mixed = self.self_attn(self.input_layernorm(x), rope, documents)
         x = x + self.post_attention_layernorm(mixed)
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))

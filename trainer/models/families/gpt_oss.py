@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from trainer.models.attention import Documents, attend
+from trainer.models.attention import AttentionDocuments, attend
 from trainer.models.decoder import TENSOR_PLAN, Attention
 from trainer.models.families import qwen3_moe
 from trainer.models.families.qwen3_moe import MoE, MoEBlock, check_experts, product_by_expert
@@ -28,7 +28,7 @@ class _SinkAttention(Attention):
         self.o_proj = nn.Linear(queries, architecture.hidden_size, bias=bias)
         self.sinks = nn.Parameter(torch.empty(architecture.num_attention_heads))
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: AttentionDocuments | None) -> Tensor:
         return attend(q, k, v, documents, self.sinks)
 
 

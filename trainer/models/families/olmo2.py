@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from trainer.models.attention import Documents, Rope
+from trainer.models.attention import AttentionDocuments, Rope
 from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, RMSNorm
 from trainer.models.family import Family
 from trainer.recipe.architecture import Architecture
@@ -28,7 +28,7 @@ class Olmo2Block(nn.Module):
         self.mlp = MLP(architecture)
         self.post_feedforward_layernorm = RMSNorm(hidden, eps)
 
-    def forward(self, x: Tensor, rope: Rope | None, documents: Documents | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, documents: AttentionDocuments | None) -> Tensor:
         x = x + self.post_attention_layernorm(self.self_attn(x, rope, documents))
         return x + self.post_feedforward_layernorm(self.mlp(x))
 

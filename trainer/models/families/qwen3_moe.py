@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.attention import Documents, Rope
+from trainer.models.attention import AttentionDocuments, Rope
 from trainer.models.decisions import decided
 from trainer.models.decoder import TENSOR_PLAN, Block
 from trainer.models.families import qwen3
@@ -145,7 +145,7 @@ class MoEBlock(Block):
     """A block that also returns its router's statistics."""
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, rope: Rope | None, documents: Documents | None
+        self, x: Tensor, rope: Rope | None, documents: AttentionDocuments | None
     ) -> tuple[Tensor, Tensor]:
         """Return the residual stream (B, T, D), and the statistics (3, B, E) of `MoE.forward`."""
         x = x + self.self_attn(self.input_layernorm(x), rope, documents)

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 from trainer.recipe.sections import Recipe, StrategySection
 from trainer.recipe.strategies import cp, ep, exact, offload, pp, sharding, tp
-from trainer.recipe.strategies.dimension import Divided, StrategyDimension
+from trainer.recipe.strategies.dimension import Divided, RecipeStrategyDimension
 
-MODEL_PARALLEL: tuple[StrategyDimension, ...] = (tp, pp, cp, ep)
+MODEL_PARALLEL: tuple[RecipeStrategyDimension, ...] = (tp, pp, cp, ep)
 
 
-def dividing(*kinds: Divided) -> list[StrategyDimension]:
+def dividing(*kinds: Divided) -> list[RecipeStrategyDimension]:
     """Return those of tp, pp, cp and ep whose DIVIDES is among `kinds`, in the order of `kinds`."""
     return [module for kind in kinds for module in MODEL_PARALLEL if kind == module.DIVIDES]
 
@@ -64,7 +64,7 @@ def cut_ranks(strategy: StrategySection) -> int:
     return ranks(strategy, "layers", "stages")
 
 
-def only(strategy: StrategySection, *modules: StrategyDimension) -> StrategySection:
+def only(strategy: StrategySection, *modules: RecipeStrategyDimension) -> StrategySection:
     """Return a copy of `strategy` that keeps only the keys of `modules`. All other keys have their
     defaults."""
     keys = (key for module in modules for key in module.KEYS)

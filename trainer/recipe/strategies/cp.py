@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.recipe.sections import Recipe, StrategySection
-from trainer.recipe.strategies.dimension import Divided, StrategySizes, missing_beside
+from trainer.recipe.strategies.dimension import Divided, RecipeStrategySizes, missing_beside
 
 KEYS: tuple[str, ...] = ("cp",)
 DIVIDES: Divided = "sequences"
@@ -50,7 +50,7 @@ def describe(strategy: StrategySection, idle: float) -> str:
     return f"cp={strategy.cp}" if strategy.cp > 1 else ""
 
 
-def tried(sizes: StrategySizes) -> Iterator[dict[str, Any]]:
+def tried(sizes: RecipeStrategySizes) -> Iterator[dict[str, Any]]:
     for ranks in sizes.in_node if sizes.seq_len >= LONG else [1]:
         yield {"cp": ranks}
 

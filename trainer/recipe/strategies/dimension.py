@@ -23,7 +23,7 @@ Divided = Literal["layers", "sequences", "experts", "stages"]
 
 
 @dataclass(frozen=True)
-class StrategySizes:
+class RecipeStrategySizes:
     """What limits the numbers of ranks that `perdure plan` tries."""
 
     world_size: int
@@ -64,7 +64,7 @@ def missing_beside(recipe: Recipe, ranks: str, *keys: str) -> Iterator[tuple[str
             yield key, f"does not work with strategy.{ranks} above 1 yet; {instead}"
 
 
-class StrategyDimension(Protocol):
+class RecipeStrategyDimension(Protocol):
     """What a module of this package defines for one kind of model parallelism. The recipe, the
     mesh, the model and the plan iterate over `MODEL_PARALLEL`. So a new kind needs a field in
     `sections.Strategy`, a module with these members, an entry in `MODEL_PARALLEL`, and a module
@@ -94,7 +94,7 @@ class StrategyDimension(Protocol):
         fraction of a step in which pipeline ranks wait."""
         ...
 
-    def tried(self, sizes: StrategySizes) -> Iterable[dict[str, Any]]:
+    def tried(self, sizes: RecipeStrategySizes) -> Iterable[dict[str, Any]]:
         """Yield key → value, for each combination of KEYS that `perdure plan` tries."""
         ...
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.recipe.sections import Recipe, StrategySection
 from trainer.recipe.strategies import cp, sharding, tp
-from trainer.recipe.strategies.dimension import Divided, StrategySizes, missing_beside
+from trainer.recipe.strategies.dimension import Divided, RecipeStrategySizes, missing_beside
 
 KEYS: tuple[str, ...] = ("ep",)
 DIVIDES: Divided = "experts"
@@ -53,7 +53,7 @@ def describe(strategy: StrategySection, idle: float) -> str:
     return f"ep={strategy.ep}" if strategy.ep > 1 else ""
 
 
-def tried(sizes: StrategySizes) -> Iterator[dict[str, Any]]:
+def tried(sizes: RecipeStrategySizes) -> Iterator[dict[str, Any]]:
     for ranks in sorted({1, sizes.experts_apart}):
         yield {"ep": ranks}
 

@@ -4,7 +4,7 @@ that do not round."""
 
 from collections.abc import Iterator
 
-from elastic.group.batch_plan import BatchPlan, most_ranks, plan_batch
+from elastic.group.batch_plan import GroupBatchPlan, most_ranks, plan_batch
 from trainer.recipe.sections import Recipe
 from trainer.recipe.strategies import cp, sharding
 from trainer.recipe.yaml_tree import RecipeError
@@ -14,7 +14,7 @@ def used(recipe: Recipe) -> bool:
     return recipe.exact
 
 
-def batch_plan(recipe: Recipe, shares: int) -> BatchPlan:
+def batch_plan(recipe: Recipe, shares: int) -> GroupBatchPlan:
     """Assign the sequences of each step to `shares` data-parallel ranks. Raises RecipeError if the
     global batch does not divide among the ranks."""
     limit = recipe.micro_batch

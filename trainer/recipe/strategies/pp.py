@@ -5,7 +5,7 @@ from typing import Any
 
 from trainer.recipe.sections import PipelineSchedule, Recipe, StrategySection
 from trainer.recipe.strategies import sharding
-from trainer.recipe.strategies.dimension import Divided, StrategySizes, missing_beside
+from trainer.recipe.strategies.dimension import Divided, RecipeStrategySizes, missing_beside
 
 KEYS: tuple[str, ...] = ("pp", "pp_schedule", "pp_stages_per_rank")
 DIVIDES: Divided = "stages"
@@ -80,7 +80,7 @@ def describe(strategy: StrategySection, idle: float) -> str:
     return f"pp={size}{several} {name} (ranks idle for {idle:.0%} of a step)"
 
 
-def tried(sizes: StrategySizes) -> Iterator[dict[str, Any]]:
+def tried(sizes: RecipeStrategySizes) -> Iterator[dict[str, Any]]:
     for ranks in sizes.powers:
         for of_each in (1, 2, 4) if ranks > 1 else (1,):
             if ranks * of_each <= sizes.blocks:

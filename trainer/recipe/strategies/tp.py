@@ -5,7 +5,7 @@ from typing import Any
 
 from trainer.recipe.sections import Recipe, StrategySection
 from trainer.recipe.strategies import cp
-from trainer.recipe.strategies.dimension import Divided, StrategySizes, missing_beside
+from trainer.recipe.strategies.dimension import Divided, RecipeStrategySizes, missing_beside
 
 KEYS: tuple[str, ...] = ("tp", "sequence_parallel")
 DIVIDES: Divided = "layers"
@@ -50,7 +50,7 @@ def describe(strategy: StrategySection, idle: float) -> str:
     return f"tp={strategy.tp}{sequence}"
 
 
-def tried(sizes: StrategySizes) -> Iterator[dict[str, Any]]:
+def tried(sizes: RecipeStrategySizes) -> Iterator[dict[str, Any]]:
     for ranks in sizes.in_node:
         yield {"tp": ranks, "sequence_parallel": ranks > 1}
 

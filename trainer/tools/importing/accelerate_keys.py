@@ -3,7 +3,7 @@ Some keys are also translated; they are listed for the values that
 `trainer.tools.importing.accelerate` cannot use. Names are those of accelerate 0.11 to 1.15.
 """
 
-from trainer.tools.importing.foreign_config import ImportKeyTable, reasons
+from trainer.tools.importing.foreign_config import ImportedConfigKeys, reasons
 
 _SECTIONS = {
     "fsdp.": "fsdp_config.fsdp_",
@@ -122,7 +122,7 @@ def spelled_out(key: str) -> str:
     return key
 
 
-TABLE = ImportKeyTable(
+TABLE = ImportedConfigKeys(
     owner="accelerate",
     no_meaning=reasons(_NO_MEANING, _expand),
     differs=reasons(_DIFFERS, _expand),

@@ -5,7 +5,7 @@ Some keys are also translated; they are listed for the values that
 Names are those of DeepSpeed 0.10 to 0.19 and the older spellings it still reads.
 """
 
-from trainer.tools.importing.foreign_config import ImportKeyTable, reasons
+from trainer.tools.importing.foreign_config import ImportedConfigKeys, reasons
 
 
 def _inline(key: str) -> str:
@@ -205,7 +205,7 @@ AdamW keeps no running maximum (AMSGrad)
 """
 
 
-TABLE = ImportKeyTable(
+TABLE = ImportedConfigKeys(
     owner="DeepSpeed",
     automatic=True,
     no_meaning=reasons(_NO_MEANING, _expand),
@@ -213,7 +213,7 @@ TABLE = ImportKeyTable(
     aliases={_expand(old): _expand(new) for old, new in map(str.split, _RENAMED.splitlines())},
 )
 
-INLINE = ImportKeyTable(
+INLINE = ImportedConfigKeys(
     owner="accelerate",
     automatic=True,
     no_meaning={**TABLE.no_meaning, **reasons(_NO_MEANING_INLINE, _inline)},

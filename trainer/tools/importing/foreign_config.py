@@ -25,7 +25,7 @@ Converter: TypeAlias = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class ImportKeyTable:
+class ImportedConfigKeys:
     """Rules for the untranslated keys of one kind of file. A key that ends in a dot stands for all
     keys below it."""
 
@@ -109,7 +109,7 @@ class ImportedConfig:
         self,
         file: str,
         values: Mapping[str, Any],
-        table: ImportKeyTable,
+        table: ImportedConfigKeys,
         imported: ImportedRecipe,
         *,
         prefix: str = "",

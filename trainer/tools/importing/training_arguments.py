@@ -21,7 +21,7 @@ from trainer.tools.importing.accelerate_keys import spelled_out
 from trainer.tools.importing.foreign_config import (
     Converter,
     ImportedConfig,
-    ImportKeyTable,
+    ImportedConfigKeys,
     a_boolean,
     a_number,
     a_positive_number,
@@ -124,7 +124,7 @@ def _spread(reasons_of_accelerate: Mapping[str, str]) -> dict[str, str]:
     return {key: why for key, why in reasons_of_accelerate.items() if key.startswith(sections)}
 
 
-TABLE = ImportKeyTable(
+TABLE = ImportedConfigKeys(
     owner="TrainingArguments",
     no_meaning={**_spread(ACCELERATE.no_meaning), **reasons(_NO_MEANING)},
     differs={**_spread(ACCELERATE.differs), **reasons(_DIFFERS)},

@@ -19,7 +19,7 @@ from checkpointing.format.layout import step_name
 from checkpointing.ranks import RankGroup, failing_alike
 from checkpointing.storage.place import StoragePlace
 from checkpointing.storage.steps import list_steps
-from checkpointing.tools.digests import SaveDigests, digests_in_memory, stored_digests
+from checkpointing.tools.digests import InspectedDigests, digests_in_memory, stored_digests
 from elastic import World
 from elastic.exits import EXIT_DONE, EXIT_WRONG_INPUT
 from elastic.node.files import write_whole
@@ -362,7 +362,10 @@ def _check_stored(replay: _SpanReplay, storage: StoragePlace) -> None:
                 f"the checkpoint of step {step} holds other {what} than its save wrote: their "
                 f"digest is {ours}, and the ledger says {theirs}"
                 for what, ours, theirs in zip(
-                    SaveDigests._fields, _stored(storage, step) or recorded, recorded, strict=True
+                    InspectedDigests._fields,
+                    _stored(storage, step) or recorded,
+                    recorded,
+                    strict=True,
                 )
                 if ours != theirs
             ]
@@ -372,7 +375,7 @@ def _check_stored(replay: _SpanReplay, storage: StoragePlace) -> None:
         replay.problems(RankGroup(dist.group.WORLD).on_main(look))
 
 
-def _stored(storage: StoragePlace, step: int) -> SaveDigests | None:
+def _stored(storage: StoragePlace, step: int) -> InspectedDigests | None:
     """Return the digests of the tensors in a checkpoint; None if the run has deleted it."""
     path = storage / step_name(step)
     try:
