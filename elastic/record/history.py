@@ -9,7 +9,7 @@ be 0, 1, 2, … without a gap or repetition. Other steps do not affect the weigh
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from mmap import ACCESS_READ, mmap
@@ -129,10 +129,17 @@ class LedgerReader:
         self._torn: list[str] = []
         """Problems of single lines, such as torn lines."""
 
-    def read(self, *, whole: bool = False, forks: bool = False) -> RecordHistory:
+    def read(
+        self,
+        *,
+        whole: bool = False,
+        forks: bool = False,
+        meanwhile: Callable[[float], None] = lambda share: None,
+    ) -> RecordHistory:
         """Returns the history so far. Reads only lines that are new since the last call. `whole`:
         also read a last line without a newline, after which no call may follow. `forks`: as for
-        `parsed_blocks`. Raises LedgerError as `read_history` does."""
+        `parsed_blocks`. `meanwhile`: called after each block of lines, with the share of the file
+        that has been read. Raises LedgerError as `read_history` does."""
         try:
             with os.fdopen(open_to_read(self.path, follow=True), "rb") as file:
                 status = os.fstat(file.fileno())
@@ -143,6 +150,7 @@ class LedgerReader:
                 for block, (usual, columns) in parsed_blocks(file, _usual_steps, forks=forks):
                     self._take_all(block, usual, columns)
                     self.offset += int(block.bounds[-1])
+                    meanwhile(self.offset / status.st_size)
                 file.seek(self.offset)
                 if whole and (text := file.readline()):
                     self.take(text, self.number + 1)

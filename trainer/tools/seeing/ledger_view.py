@@ -4,6 +4,7 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,9 +32,9 @@ class SeenLedger:
         """A text that changes with every new line other than step lines."""
         return f"{self._reader.inode}-{len(self._reader.others)}"
 
-    def read(self) -> RecordHistory:
-        """Read new lines, and return the history."""
-        return self._reader.read(forks=threading.active_count() == 1)
+    def read(self, meanwhile: Callable[[float], None] = lambda share: None) -> RecordHistory:
+        """Read new lines, and return the history. `meanwhile`: as for `LedgerReader.read`."""
+        return self._reader.read(forks=threading.active_count() == 1, meanwhile=meanwhile)
 
     def silent_seconds(self) -> float:
         """Return the time since the ledger was last written. Clocks of two machines may differ, so

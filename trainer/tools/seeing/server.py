@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from elastic.record.history import LedgerError
-from trainer.tools.seeing.view import POINTS, SeenRun, differing_keys, open_runs
+from trainer.tools.seeing.view import POINTS, SeenRun, differing_keys, named_runs
 
 ASSETS = Path(__file__).with_name("assets")
 EVERY_SECONDS = 2.0
@@ -126,14 +126,14 @@ class _CpuBudget:
 
 
 class SeeingServer(ThreadingHTTPServer):
-    """HTTP server of a page of runs and its updates. Port 0 means any free port. Raises LedgerError
-    if a path is not the directory of a started run, and OSError if the address is unavailable."""
+    """HTTP server of a page of runs and its updates. Port 0 means any free port. Raises OSError if
+    the address is unavailable."""
 
     # Ctrl-C must not wait for open pages.
     daemon_threads = True
 
     def __init__(self, paths: Sequence[Path], host: str, port: int) -> None:
-        self.host, self.runs = host, open_runs(paths)
+        self.host, self.runs = host, named_runs(paths)
         self.token = secrets.token_urlsafe(16)
         self.budget = _CpuBudget()
         self._open: dict[Any, float] = {}
@@ -174,10 +174,29 @@ class SeeingServer(ThreadingHTTPServer):
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
+    def read(self) -> None:
+        """Read all runs, and serve meanwhile: curves first, then the shares of the ledgers that
+        have been read. Raises LedgerError if a path is not the directory of a started run."""
+        self.timeout = 0  # of `handle_request`
+        for run in self.runs:
+            run.skim()
+        for run in self.runs:
+
+            def meanwhile(share: float, run: SeenRun = run) -> None:
+                run.read_share = min(share, 0.99)
+                self.handle_request()
+                with self.budget.spend():  # a reply is made sooner if no block is read meanwhile
+                    pass
+
+            run.ledger.read(meanwhile)
+            with self.budget.spend():
+                run.look()
+
     def keep(self) -> None:
         """Cache what has been read. One call at a time, as for `answer`."""
         for run in self.runs:
-            run.keep()
+            if run.read_share == 1:
+                run.keep()
 
     def answer(self, path: str, query: Mapping[str, list[str]]) -> tuple[str, str]:
         """Return (content type, text) for a request. One call at a time, as views change.
@@ -209,7 +228,7 @@ class SeeingServer(ThreadingHTTPServer):
 
 
 def _refresh(run: SeenRun) -> None:
-    if time.time() - run.now >= READ_SECONDS:
+    if run.read_share == 1 and time.time() - run.now >= READ_SECONDS:
         run.look()
 
 
@@ -262,7 +281,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def serve(paths: Sequence[Path], host: str, port: int) -> None:
-    """Print the link, and serve until Ctrl-C; errors as for `SeeingServer`."""
+    """Print the link, and serve until Ctrl-C; errors as for `SeeingServer` and its `read`."""
     os.nice(10)  # training on this machine has priority
     with SeeingServer(paths, host, port) as server:
         print(f"open {server.link}")
@@ -271,4 +290,5 @@ def serve(paths: Sequence[Path], host: str, port: int) -> None:
             tunnel = f"ssh -N -L {number}:{host}:{number} {socket.gethostname()}"
             print(f"from another machine, first: {tunnel}")
         print("Ctrl-C ends this page; runs are not affected", flush=True)
+        server.read()
         server.serve_forever()

@@ -21,7 +21,7 @@ from elastic.exits import EXIT_DO_NOT_REQUEUE, EXIT_DONE, EXIT_INTERRUPTED
 from elastic.node.files import open_to_read
 from elastic.record.attempt import RecordedAttempt
 from elastic.record.causes import ending
-from elastic.record.history import RecordHistory
+from elastic.record.history import RecordHistory, lineage_of, read_starts
 from elastic.record.reliability import (
     failed_at,
     goodput,
@@ -69,10 +69,20 @@ class SeenRun:
         self.ledger, self.records = SeenLedger(path), SeenMetrics(path)
         self.history: RecordHistory
         self.now, self.samples_version = 0.0, ""
+        self.read_share = 1.0
+        """Share of the ledger that has been read. Below 1, only the records are shown."""
+
+    def skim(self) -> None:
+        """Read the records alone, with which the curves can be shown until `look` has read the
+        ledger, the larger file."""
+        starts = read_starts(self.path)
+        self.records.read(lineage_of(starts, next(reversed(starts), "")))
+        self.read_share = 0.0
 
     def look(self) -> None:
         """Read new data. Raises LedgerError if the run has not started, or the path is no run."""
         self.history = self.ledger.read()
+        self.read_share = 1.0
         self.records.read(self.history.lineage)
         # Read before the samples: a page that misses some then requests them again.
         self.samples_version = samples_version(self.path)
@@ -311,18 +321,27 @@ class SeenRun:
 
     def all(self, most: int = POINTS) -> dict[str, Any]:
         """Everything that a page shows, and the cursor for updates."""
-        tree = self._recipe()
+        tree, reading = self._recipe(), self.read_share < 1
         keys = flat(tree)
         return {
-            **self._current(),
-            **self._of_ledger(),
+            **(self._while_reading() if reading else {**self._current(), **self._of_ledger()}),
             "name": self.name,
-            "curves": {**self.curves(most), **self.more_curves()},
+            "curves": self.curves(most) | ({} if reading else self.more_curves()),
             "clip": _positive(keys.get("optimizer.clip_norm")),
             "samples": read_samples(self.path),
             "recipe": yaml.safe_dump(tree, sort_keys=False, allow_unicode=True) if tree else "",
             "keys": {key: str(value)[:200] for key, value in keys.items()},
         }
+
+    def _while_reading(self) -> dict[str, Any]:
+        """Values shown until the ledger has been read. An update after that returns everything, as
+        the cursor is of no file."""
+        return {
+            "state": ["reading", f"{self.read_share:.0%} of the ledger"], "now": time.time(),
+            "card": [], "proof": None, "axis": {"step": [], "time": [], "tokens": []},
+            "ribbon": [], "events": [], "facts": [], "attempts": 0, "log": [],
+            "cursor": {"file": "", "since": 0, "seen": "", "samples": ""},
+        }  # fmt: skip
 
     def _current(self) -> dict[str, Any]:
         """Values that change with each step. `since` continues from the cursor."""
@@ -352,6 +371,8 @@ class SeenRun:
         """Return what is new after a cursor. Return everything if the page may show records that
         have left the lineage of the newest attempt: after a new attempt, or if metrics.jsonl was
         replaced or cut."""
+        if self.read_share < 1:
+            return {**self._while_reading(), "curves": {}, "last": []}
         records = self.records
         if file != self._shown() or not 0 <= offset <= records.offset:
             return {**self.all(), "restart": True}
@@ -365,11 +386,18 @@ class SeenRun:
 
 
 def open_runs(paths: Sequence[Path]) -> list[SeenRun]:
-    """Return views of runs. Their names are those of the folders, with the parent folder if two are
-    equal. Raises LedgerError if a run has not started, or a path is no run."""
-    runs = [SeenRun(path) for path in paths]
+    """Return views of runs, which are read. Raises LedgerError if a run has not started, or a path
+    is no run."""
+    runs = named_runs(paths)
     for run in runs:
         run.look()
+    return runs
+
+
+def named_runs(paths: Sequence[Path]) -> list[SeenRun]:
+    """Return views of runs. Their names are those of the folders, with the parent folder if two are
+    equal."""
+    runs = [SeenRun(path) for path in paths]
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = f"{_name(run.path.resolve().parent)}/{run.name}"

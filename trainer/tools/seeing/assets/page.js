@@ -77,7 +77,10 @@ const manyDays = run => moment(began(run), true).slice(0, 10) !== moment(ended(r
 
 // --- what it says at the top --------------------------------------------------------------------
 
+const reading = run => run.state[0] === "reading";
+
 function headline(run) {
+  if (reading(run)) return el("p", { class: "headline" }, "Failures and the proof follow as soon as the ledger has been read.");
   const failures = run.events.filter(event => event.failed && event.ended);
   const count = +(run.card.find(row => row[0] === "failures") || [0, 0])[1];
   const lost = (run.card.find(row => row[0] === "steps lost") || [0, "0"])[1];
@@ -486,7 +489,7 @@ function texts(run) {
 
 function controls() {
   const choose = el("select", { "aria-label": "Curves over", onchange: event => { view.axis = event.target.value; view.zoom = detail = null; redraw(); } },
-    [["step", "steps"], ["time", "time up"], ["tokens", "tokens"]].filter(([value]) => RUNS.every(run => run.axis[value].length)).map(([value, text]) => el("option", { value, selected: view.axis === value }, text)));
+    [["step", "steps"], ["time", "time up"], ["tokens", "tokens"]].filter(([value]) => value === "step" || RUNS.every(run => run.axis[value].length)).map(([value, text]) => el("option", { value, selected: view.axis === value }, text)));
   return el("div", { class: "controls" },
     el("label", {}, "over", choose),
     el("label", {}, el("input", { type: "checkbox", checked: view.log, onchange: event => { view.log = event.target.checked; redraw(); } }), "loss on a log scale"),
@@ -520,7 +523,7 @@ function render() {
   RUNS.forEach(run => {
     parts.push(el("section", { "aria-label": `${run.name}: where it stands`, class: "top" },
       MANY ? [el("h2", {}, run.name), headline(run)] : top(run)));
-    parts.push(el("section", { "aria-label": `${run.name}: what happened` },
+    if (!reading(run)) parts.push(el("section", { "aria-label": `${run.name}: what happened` },
       MANY ? null : el("h2", { id: "events", tabindex: "-1" }, "What happened"), ribbon(run),
       MANY ? el("details", { "data-key": `${run.name} events` }, el("summary", {}, `Events (${run.events.length})`), eventList(run)) : eventList(run)));
   });
@@ -564,7 +567,7 @@ function take(run, told) {
 }
 
 async function follow() {
-  let wait = DATA.every;
+  let wait = RUNS.some(reading) ? 0.3 : DATA.every;
   if (!document.hidden) {
     try {
       let changed = overdue;
@@ -593,6 +596,6 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 render();
 if (LIVE) {
   tell("live");
-  setTimeout(follow, 1000 * DATA.every);
+  setTimeout(follow, RUNS.some(reading) ? 300 : 1000 * DATA.every);
 } else tell(`as of ${moment(Math.max(...RUNS.map(run => run.now)), true)}`);
 })();
