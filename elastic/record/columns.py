@@ -14,12 +14,14 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from statistics import mode
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 import numpy as np
+
+from elastic.process import usable_cores
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -35,7 +37,9 @@ BLOCK_BYTES = 1 << 20
 FEWEST = 32
 """Least number of lines for which columns are faster than one line after the other."""
 _WORTH_A_PROCESS = 16
-"""Least number of blocks for which a second process is started."""
+"""Least number of blocks for which further processes are started."""
+MOST_PROCESSES = 4
+"""Processes that parse one file, where there are so many cores."""
 _NUMBER = re.compile(rb"-?(?:0|[1-9]\d*)(?=[.e])(?:\.\d+)?(?:e[+-]\d+)?")
 _BEHIND = 24
 """Bytes added after a block, so that words at its end can be read. A word's first character is its
@@ -236,7 +240,7 @@ def parsed_blocks(
     file: BinaryIO, parse: Callable[[RecordLineBlock], T], *, forks: bool = False
 ) -> Iterator[tuple[RecordLineBlock, T]]:
     """Yield (block, parse(block)) for the lines from the position of a file on, in order, without a
-    last line that has no newline. `forks`: a forked process may parse every second block, so this
+    last line that has no newline. `forks`: forked processes may parse most of the blocks, so this
     process has no other thread."""
     spans, begin, size = [], file.tell(), os.fstat(file.fileno()).st_size
     while begin < size:
@@ -245,15 +249,19 @@ def parsed_blocks(
         end = min(file.tell(), size)
         spans.append((begin, end))
         begin = end
-    second = forks and len(spans) >= _WORTH_A_PROCESS
-    with _parsed_ahead(file, parse, spans[1::2]) if second else nullcontext() as results:
-        ahead = results is not None
+    worth = forks and len(spans) >= _WORTH_A_PROCESS
+    count = min(MOST_PROCESSES, usable_cores()) if worth else 1
+    with ExitStack() as stack:
+        ahead: list[Connection | None] = [None]  # this process parses the first of `count` blocks
+        for place in range(1, count):
+            others = _parsed_ahead(file, parse, spans[place::count])
+            ahead.append(stack.enter_context(others))
         for number, span in enumerate(spans):
-            block = _block(file, span)
+            block, results = _block(file, span), ahead[number % count]
             try:
-                parsed = results.recv() if results and ahead and number % 2 else parse(block)
+                parsed = results.recv() if results else parse(block)
             except (EOFError, OSError):  # that process was killed
-                ahead, parsed = False, parse(block)
+                ahead[number % count], parsed = None, parse(block)
             yield block, parsed
 
 
@@ -265,7 +273,7 @@ def _block(file: BinaryIO, span: tuple[int, int]) -> RecordLineBlock:
 @contextmanager
 def _parsed_ahead(
     file: BinaryIO, parse: Callable[[RecordLineBlock], Any], spans: Sequence[tuple[int, int]]
-) -> "Iterator[Connection | None]":
+) -> "Iterator[Connection]":
     """Context in which a forked process sends the results of `parse` for spans of a file."""
     from multiprocessing import get_context  # imported only for large files
 

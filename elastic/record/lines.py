@@ -16,6 +16,8 @@ from elastic.node.files import open_to_append, open_to_read
 
 logger = logging.getLogger(__name__)
 
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+"""File names in the run directory: records (`read_record`), and samples of the model's output."""
 BATCH = 256
 
 

@@ -21,13 +21,12 @@ from elastic.node.companion import accompany
 from elastic.node.files import open_to_append
 from elastic.process import lost_output
 from elastic.record.ledger import clock
-from elastic.record.lines import RecordFile, last_lines, read_record
+from elastic.record.lines import METRICS, RecordFile, last_lines, read_record
 from elastic.world import supervised
 from trainer.recipe import Recipe
 from trainer.recipe.sections import TrackingSection
 from trainer.run.shipping import RunShipper
 from trainer.run.sinks import wandb_mode
-from trainer.run.trackers import METRICS
 
 LEAST_FIRST = (
     *("memory", "data_wait", "step_seconds", "bubble", "lr"),

@@ -29,7 +29,7 @@ from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
 from elastic.node.files import write_whole
 from elastic.record.ledger import LEDGER
-from trainer.run.trackers import METRICS
+from elastic.record.lines import METRICS
 
 logger = logging.getLogger(__name__)
 

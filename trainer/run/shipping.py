@@ -26,7 +26,7 @@ from checkpointing.errors import CheckpointError, explain
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
 from elastic.node.files import open_to_read, own_directory, read_bytes, read_text, write_whole
-from elastic.record.lines import RecordFile
+from elastic.record.lines import SAMPLES, RecordFile
 from trainer.run.parts import (
     FILES,
     RECIPES,
@@ -38,7 +38,6 @@ from trainer.run.parts import (
     stored_until,
 )
 from trainer.run.terms import claim, holder_of
-from trainer.run.trackers import SAMPLES
 
 logger = logging.getLogger(__name__)
 

@@ -22,12 +22,11 @@ from elastic.node.companion import until_input_ends
 from elastic.node.files import open_to_read, read_text, write_whole
 from elastic.record.history import in_lineage, lineage_of, read_starts
 from elastic.record.ledger import LEDGER, StartLine
-from elastic.record.lines import read_record
+from elastic.record.lines import METRICS, read_record
 from trainer.run.alerts import AlertSink
 from trainer.run.events import RunEventReader, RunEventSummary
 from trainer.run.sinks import PrometheusSink, Sink, TensorBoardSink, WandbSink, own_sink
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 LOOK_SECONDS = 0.5
 AGAIN_SECONDS, AGAIN_SECONDS_MOST = 5.0, 300.0
 """First and longest wait, in seconds, before a tracker retries after a failure."""

@@ -17,8 +17,9 @@ from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath, location
 from checkpointing.storage.steps import list_steps, storage_of
 from elastic.node.companion import until_input_ends
+from elastic.record.lines import SAMPLES
 from trainer.recipe import load_recipe
-from trainer.run.trackers import SAMPLES, describe_failure, mark_of, persist
+from trainer.run.trackers import describe_failure, mark_of, persist
 
 LOOK_SECONDS = 5.0
 """Least seconds between two listings of the checkpoints in a bucket."""

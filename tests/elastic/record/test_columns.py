@@ -112,11 +112,12 @@ def test_a_line_that_is_being_written_is_left_for_later(ledger, monkeypatch):
     assert reader.read().step == 80
 
 
-def test_a_second_process_reads_the_same(ledger, monkeypatch):
-    """And if it is killed, this process reads its blocks."""
+def test_three_processes_read_the_same(ledger, monkeypatch):
+    """And if two are killed, this process reads their blocks."""
     expected = found(ledger)
     monkeypatch.setattr(columns, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(columns, "_WORTH_A_PROCESS", 4)
+    monkeypatch.setattr(columns, "usable_cores", lambda: 3)
     monkeypatch.setattr(history, "FEWEST", 2)
     here, parse, me = [], history._usual_steps, os.getpid()
 
@@ -134,4 +135,4 @@ def test_a_second_process_reads_the_same(ledger, monkeypatch):
         assert found(ledger, forks=forks) == expected
         counts.append(len(here))
     assert counts[0] == counts[2] > 8
-    assert counts[1] == -(-counts[0] // 2)
+    assert counts[1] == -(-counts[0] // 3)

@@ -16,8 +16,7 @@ import numpy as np
 
 from elastic.node.files import open_to_read
 from elastic.record.columns import FEWEST, Kind, RecordLineBlock, RecordLineShape, parsed_blocks
-from elastic.record.lines import read_record
-from trainer.run.trackers import METRICS, SAMPLES
+from elastic.record.lines import METRICS, SAMPLES, read_record
 from trainer.tools.seeing import cache
 
 MOST_KEYS = 200
