@@ -41,8 +41,9 @@ from trainer.tools.seeing.metric_columns import (
     thinned,
 )
 
-POINTS = 4000
-"""Largest number of points of a curve."""
+POINTS, FIRST_POINTS = 4000, 1000
+"""Largest number of points of a curve, and before the ledger has been read: fewer are drawn sooner,
+and those with the whole page follow soon."""
 SHOWN_EVENTS, SHOWN_ATTEMPTS = 300, 400
 """Largest numbers of events and of attempts that are shown, newest first."""
 LATE_STEPS, LATE_SECONDS, STARTING_SECONDS = 10, 30.0, 600.0
@@ -326,7 +327,11 @@ class SeenRun:
         return {
             **(self._while_reading() if reading else {**self._current(), **self._of_ledger()}),
             "name": self.name,
-            "curves": self.curves(most) | ({} if reading else self.more_curves()),
+            "curves": (
+                self.curves(min(most, FIRST_POINTS))
+                if reading
+                else self.curves(most) | self.more_curves()
+            ),
             "clip": _positive(keys.get("optimizer.clip_norm")),
             "samples": read_samples(self.path),
             "recipe": yaml.safe_dump(tree, sort_keys=False, allow_unicode=True) if tree else "",

@@ -357,7 +357,7 @@ function chart(panel) {
   plots.push(() => {
     const whole = extent();
     const u = new uPlot({
-      width: Math.max(220, holder.clientWidth), height: 210, padding: [14, 10, 0, 0],
+      width: Math.max(220, holder.clientWidth), height: 210, padding: [14, 28, 0, 0],
       cursor: { sync: { key: "runs", setSeries: false }, drag: { x: true, y: false, setScale: false },
         bind: { dblclick: () => () => { later(unzoom); return null; } } },
       scales: { x: { time: false, range: () => view.zoom || whole }, y: { distr: log ? 3 : 1,
