@@ -292,13 +292,15 @@ def test_a_live_page_gets_what_is_new(run):
 def test_curves_are_shown_before_the_ledger_has_been_read(run, monkeypatch):
     monkeypatch.setattr("elastic.record.columns.BLOCK_BYTES", 1)  # a block is a line
     with SeeingServer([run], "127.0.0.1", 0) as server:
-        found, served, handle = [], threading.Event(), server.handle_request
+        found, handle = [], server.handle_request
+        served, read = threading.Event(), threading.Event()
 
         def ask():
             found.append(data_of(urlopen(server.link).read().decode())["runs"][0])
             url = server.link.replace("/?", "/data?") + "&file=&since=0"
             found.append(json.load(urlopen(url)))
             served.set()
+            read.wait(30)
             found.append(json.load(urlopen(url)))
 
         def handle_until_served():
@@ -309,6 +311,7 @@ def test_curves_are_shown_before_the_ledger_has_been_read(run, monkeypatch):
         client = threading.Thread(target=ask, daemon=True)
         client.start()
         server.read()
+        read.set()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         client.join(30)
         first, update, whole = found
