@@ -107,7 +107,7 @@ class NodeAgent:
     _kept: dict[int, NodeRank] = field(default_factory=dict)
     """Local rank → rank whose stand-in has ended, while its process waits for the next round."""
     _reserve: NodeReserveProcess | None = None
-    _reserves: int = 0
+    _forks: int = 0
     _no_reserve_until: float = 0.0
     _ending: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Key of a killed process that has not ended yet → (local rank, time of the kill)."""
@@ -405,20 +405,22 @@ class NodeAgent:
             self._hangs.times.begin(rank.rank)
             if self._reserve and self._reserve.waits() and self._take_reserve(rank):
                 continue
-            key = f"{self._round.number}.{self._round.generation}.{local_rank}"
-            recall = self._fork(rank, key, rank.dumps, self._environment(local_rank))
-            rank.process = NodeRankProcess(key, recall)
+            rank.process, recall = self._fork(rank, rank.dumps, self._environment(local_rank))
             self._selector.register(recall, selectors.EVENT_READ, rank)
 
     def _fork(
-        self, rank: NodeRank, key: str, dumps: int, environment: Mapping[str, str]
-    ) -> socket.socket:
-        """Have the zygote fork a process for a rank's program; returns the agent's socket to it."""
+        self, rank: NodeRank, dumps: int, environment: Mapping[str, str]
+    ) -> tuple[NodeRankProcess, socket.socket]:
+        """Have the zygote fork a process for a rank's program; returns it and its `recall`."""
+        # Not named by round and local rank: a stand-in that registers again in its round gets a
+        # second process, while the end of the first is not reported yet.
+        self._forks += 1
+        key = f"{self._forks}"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         files = [*rank.descriptors, dumps, theirs.fileno()]
         self._send_zygote({"spawn": key, "env": environment}, files)
         theirs.close()  # so that the end of the process closes the connection
-        return ours
+        return NodeRankProcess(key, ours), ours
 
     def _environment(self, local_rank: int) -> dict[str, str]:
         self.page.withdraw_pause(local_rank)
@@ -445,9 +447,8 @@ class NodeAgent:
         if rank and rank.process and rank.process.able and not self._reserve and not self.leaving:
             if time.monotonic() < max(rank.process.able + SETTLED_SECONDS, self._no_reserve_until):
                 return
-            self._reserves += 1
-            key, dumps = f"reserve.{self._reserves}", os.memfd_create("perdure-dumps")
-            process = NodeRankProcess(key, self._fork(rank, key, dumps, {RESERVE: "1"}))
+            dumps = os.memfd_create("perdure-dumps")
+            process, _ = self._fork(rank, dumps, {RESERVE: "1"})
             self._reserve = NodeReserveProcess(process, dumps)
 
     def _take_reserve(self, rank: NodeRank) -> bool:

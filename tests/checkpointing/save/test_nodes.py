@@ -153,8 +153,11 @@ def test_two_writers_at_a_time_one_for_each_file_and_no_collective(
 
 def children_of_this() -> list[int]:
     """Processes that this one has started: its node's writer, and a spare one."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    return [int(child) for children in tasks for child in children.read_text().split()]
+    found = list[int]()
+    for children in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            found += map(int, children.read_text().split())
+    return found
 
 
 def kill_processes(pids: list[int]) -> None:

@@ -22,6 +22,8 @@ from elastic.group.store import _end_threads as end_calls
 
 SECRET = JobSecret(b"of the round")
 ROOT = Path(__file__).parents[3]
+PATIENCE = 200
+"""Seconds that ranks wait for each other beside the stranger, who takes a core."""
 
 
 def free_port():
@@ -124,12 +126,12 @@ def tamper(port):
 def meet(rank, size, port):
     """Be a rank: join the others, and a group of some of them; 0 if all is well."""
     logging.disable()
-    client(port, 60).wait(["a stranger is here"])
-    store = SealedStore(partial(client, port, 60), SECRET, "generation 0")
+    client(port, PATIENCE).wait(["a stranger is here"])
+    store = SealedStore(partial(client, port, PATIENCE), SECRET, "generation 0")
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
     )
-    pair = dist.new_group([0, 1], timeout=timedelta(seconds=60))
+    pair = dist.new_group([0, 1], timeout=timedelta(seconds=PATIENCE))
     total, half = torch.tensor([rank + 1.0]), torch.tensor([1.0])
     dist.all_reduce(total)
     if rank < 2:

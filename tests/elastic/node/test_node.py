@@ -127,6 +127,20 @@ def test_a_process_that_has_closed_its_socket_waits_for_no_round(node, start_ran
     assert until(lambda: not node._ending, 20)
 
 
+def test_the_end_of_a_process_is_not_taken_for_that_of_the_next(
+    node, start_rank, tmp_path, monkeypatch
+):
+    """A stand-in registers again in its round, on a machine that reports the end too late."""
+    monkeypatch.setattr("elastic.node.agent.GONE_SECONDS", 0.0)
+    for name in ("first", "second"):
+        start_rank(0, "stay", tmp_path / name)
+        assert until((tmp_path / name).exists, 60)
+    assert until(lambda: not node._ending, 20)
+    assert not node.group.failures
+    os.kill(int((tmp_path / "second").read_text().split()[0]), signal.SIGKILL)
+    assert until(lambda: node.group.failures, 20)
+
+
 def test_a_rank_is_forked_only_when_the_one_before_is_gone(node, start_rank, tmp_path):
     """Until then it may hold the memory of a device, of which two do not fit."""
     path = tmp_path / "starts"
