@@ -375,7 +375,8 @@ class Checkpointer:
         return step, digest, (nbytes, _digest(buffers)), parts.tied, sample
 
     def _replicas(self, step: int, parts: StateParts) -> dict[str, Tensor]:
-        """Returns the tensors that must be equal on all ranks."""
+        """Returns the tensors whose replicas the ranks compare: all plain weights, without buffers,
+        and the plain optimizer tensors that `step` selects. {} if there is only one rank."""
         weights = {name: one for name, one in parts.model.items() if name not in parts.buffers}
         several = len(self._ranks.all) > 1
         return replicas_to_compare(weights, parts.optimizer, step) if several else {}

@@ -223,7 +223,16 @@ class PerdureRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round that includes this node. Called by torchrun."""
+        """Wait for the next round that includes this node. Returns the round's store, this node's
+        rank and the number of nodes. Called by torchrun. Sets environment variables that describe
+        the round to the ranks.
+
+        Raises:
+            _JobClosed: there is no next round for this node.
+            RendezvousConnectionError: this machine is unfit, or the store does not answer.
+            RendezvousTimeoutError: too few nodes came in time, or the program's imports took too
+                long.
+        """
         # A node is checked before it arrives, as the members pause their training for an arrival.
         if not self._round:
             self._check_health()

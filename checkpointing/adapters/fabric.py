@@ -103,15 +103,17 @@ class Checkpointed(FabricCheckpointers):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Called by `fabric.load` on all ranks. `fabric.load_raw` still reads torch's own files.
-        `state` is loaded in place, from DIRECTORY/step-00000100 or the newest undamaged step of
-        DIRECTORY; what is returned is empty. `weights_only` is ignored, as nothing is unpickled.
+        """Called by `fabric.load` on all ranks. Loads `state` in place, from
+        DIRECTORY/step-00000100 or from the newest undamaged step of DIRECTORY, and returns {}.
+        `weights_only` is ignored, as nothing is unpickled. If `state` is a single module or
+        optimizer, the call is from `fabric.load_raw`, which still reads torch's own files.
 
         Raises:
-            CheckpointError: there is no checkpoint, or all are damaged.
+            CheckpointError: there is no such checkpoint, none is undamaged, or one cannot be read.
             SaveFailed: the previous save failed.
             WrongModel: the checkpoint's tensors do not fit `state`.
-            ValueError: no state is given, or strict is false.
+            ValueError: no state is given, strict is false, or part of `state` cannot be loaded
+                into.
         """
         if isinstance(state, nn.Module | torch.optim.Optimizer):
             strategy: Any = super()

@@ -40,7 +40,6 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Returns an optimizer's live tensors, not copies. Their names are `<fqn>.<key>`: for AdamW
     `<fqn>.exp_avg`, `<fqn>.exp_avg_sq` and `<fqn>.step`. Most optimizers have no tensors before
-    `<fqn>.exp_avg`, `<fqn>.exp_avg_sq` and `<fqn>.step`. Most optimizers have no tensors before
     their first step. Raises ValueError if part of the state cannot be saved."""
     return optimizer_state(optimizer, parameters).tensors
 

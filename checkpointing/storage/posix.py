@@ -146,7 +146,8 @@ def make_directory(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Create a file. Its contents are durable on return."""
+    """Create a file. Its contents are durable on return, its name only after `sync_directory` of
+    its directory. Raises FileExistsError if `path` exists."""
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as descriptor:
         write_at(descriptor, memoryview(data), 0)
         sync(descriptor)

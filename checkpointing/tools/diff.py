@@ -89,10 +89,11 @@ def _listing(title: str, items: list[str]) -> list[str]:
 
 
 def diff(left: str | StoragePlace, right: str | StoragePlace) -> CheckpointDifference:
-    """Compare two checkpoints, tensor by tensor, in bounded memory. Blocks with equal checksums are
-    not read in checkpoints of this package; `verify` checks whether the bytes match the checksums.
-    All bytes that are read are checked. Raises DamagedCheckpoint or StorageError if a checkpoint is
-    damaged or cannot be read.
+    """Compare two checkpoints, tensor by tensor, in bounded memory. A tensor that both have at the
+    same offset of a file, with equal block checksums, counts as identical and is not read; `verify`
+    checks whether its bytes match the checksums. All other tensors are read, and checked if the
+    checkpoint has checksums. Raises DamagedCheckpoint if a checkpoint is damaged, and StorageError
+    if it is missing or cannot be read.
 
     Args:
         left, right: checkpoints, runs (their newest good ones) or plain Hugging Face directories,

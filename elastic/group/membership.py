@@ -69,7 +69,8 @@ single node holds them."""
 
 def read_fields(kind: type[T], body: Mapping[str, Any]) -> T:
     """Build a dataclass from JSON that another version of this code may have written: unknown
-    fields are ignored, missing ones have their defaults."""
+    fields are ignored, missing ones have their defaults. Raises TypeError if a field without a
+    default is missing."""
     names = {entry.name for entry in fields(cast(Any, kind))}
     return kind(**{name: value for name, value in body.items() if name in names})
 

@@ -54,8 +54,8 @@ class NodeJobFacts:
 
 
 def torchrun_program() -> NodeProgram:
-    """Returns the program on this process's command line; an empty `NodeProgram` if this
-    process is not torchrun."""
+    """Returns the program on this process's command line: all fields for `-m PACKAGE`, only `ranks`
+    for a script. An empty `NodeProgram` if this process is not torchrun."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     if Path(sys.argv[0]).name != "torchrun" and not (
         module and module.name == "torch.distributed.run"

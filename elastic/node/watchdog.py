@@ -173,7 +173,8 @@ def _group(phase: str) -> str:
 
 @dataclass(frozen=True)
 class NodeRankStatus:
-    """State of a rank, published to other nodes as JSON."""
+    """State of a rank, published to other nodes as JSON. `seconds`: time since the rank reported
+    that it entered `phase` of `step`."""
 
     rank: int
     step: int

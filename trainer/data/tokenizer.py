@@ -132,7 +132,9 @@ def read_tokenizer_config(directory: Path | None) -> dict[str, Any]:
     try:
         return read_object(read_bytes(file, follow=True))
     except (OSError, ValueError) as error:
-        raise DataError(f"{file}: not a JSON object: {error}; copy the file again") from error
+        raise DataError(
+            f"{file}: cannot be read as a JSON object: {error}; copy the file again"
+        ) from error
 
 
 def special_variables(directory: Path | None) -> dict[str, str]:

@@ -136,7 +136,8 @@ def _largest(*arrays: NDArray[np.int64]) -> int:
 
 
 def _read_lists(path: Path) -> Pairs:
-    """Read lines of `user item item …`; a line may have no items."""
+    """Read the pairs in lines of `user item item …`; a line may have no items. Raises DataError if
+    a line is empty, or has anything but whole numbers from 0 on."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:

@@ -336,7 +336,8 @@ def _names_in_files(theirs: Any, directory: StoragePlace) -> dict[str, str]:
 
 
 def _replace_head(theirs: Any) -> Any:
-    """Replace the output head by a module with its weight and bias, which returns its input."""
+    """Replace the output head of a model of transformers by an nn.Identity that holds the head's
+    weight and bias, and return the nn.Identity. Raises RecipeError if the head is no nn.Linear."""
     linear = theirs.get_output_embeddings()
     name = next((name for name, module in theirs.named_modules() if module is linear), None)
     if name is None or type(linear) is not nn.Linear:

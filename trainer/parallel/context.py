@@ -199,7 +199,8 @@ class ContextParallelRing:
         return self._attend(q, k, v, self)
 
     def pack(self, x: Tensor) -> Tensor:
-        """Reorder (B, t, heads, H) to packed tokens."""
+        """Reorder (B, t, heads, H) to packed tokens (B * t, heads, H): this rank's first chunk of
+        all rows, then its second chunk of all rows."""
         if len(x) == 1:
             return x[0].contiguous()
         first = len(self.own[0])

@@ -165,9 +165,10 @@ def to_hook(name: str, run_dir: Path, after: float) -> Iterator[float]:
 
 
 def keep_up(mark: Path, begin: Callable[[float], Tracker], ended: threading.Event) -> None:
-    """Run a tracker from the position in `mark`, the file of its owner and position, and keep its
-    progress there, until the run has ended (`ended` is set) and all is passed on, or another
-    process becomes the owner. `begin`: position → tracker. Raises what the tracker raises."""
+    """Run a tracker until the run has ended (`ended` is set) and all is passed on, or until another
+    process becomes its owner; then close it. The file `mark` holds the tracker's owner and the
+    position at which it starts, and is updated as it proceeds. `begin`: position → tracker. Raises
+    what the tracker raises."""
     me, done, last = secrets.token_hex(4), _read_mark(mark)[1], False
     # The owner is written first: a tracker left on another node stops when it sees a new owner.
     _write_mark(mark, me, done)

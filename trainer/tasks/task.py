@@ -410,7 +410,9 @@ def _call_factory(
     result of `data.factory`, if the recipe has one."""
     name, start = recipe.model.factory or "", recipe.model.init_from
     if start and not storage_of(location(start)).is_directory(location(start)):
-        raise RecipeError(f"model.init_from: no checkpoint at {start}; make one, or set null")
+        raise RecipeError(
+            f"model.init_from: no checkpoint at {start}; name one that exists, or set null"
+        )
     # All ranks take the same seed, so that their random weights agree.
     torch.manual_seed(recipe.run.seed)
     options = recipe.model.factory_options

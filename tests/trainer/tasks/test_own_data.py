@@ -263,7 +263,7 @@ WRONG = [
         "fetch of mine:walk fails: AttributeError: ",
     ),
     ([*WALK, "run.stop_after=2"], "a dict without a scalar 'loss' (of 'square'); it should be the"),
-    ([*WALK, "model.init_from=nowhere"], "model.init_from: no checkpoint at nowhere; make one, or"),
+    ([*WALK, "model.init_from=nowhere"], "model.init_from: no checkpoint at nowhere; name one"),
     (["model.factory=mine:Judge"], "mine:Judge is called with recipe=, data=, but: "),
     (["data.seq_len=8"], "data.factory: excludes data.sources and data.seq_len"),
     (["batch.micro_batch=auto"], "batch.micro_batch: data.factory cannot be planned"),

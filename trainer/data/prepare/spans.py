@@ -305,7 +305,9 @@ class ChatSpanFinder:
         return self._document(whole, trained, place)
 
     def _served(self, turns: Iterable[int], chat: RenderedChat, whole: _EncodedText) -> Flags:
-        """Whether each token is one of Q after P, for the messages `turns`."""
+        """Returns whether each token of `whole` is trained, (N,), where `turns` are the trained
+        messages; see [Note: trained as served]. Raises _UnstableError if a message is unstable, and
+        ChatError if it adds no token to its prompt."""
         trained, led = np.zeros(len(whole.ids), bool), []
         for turn in turns:
             stop, missing = self._encoder.shared(whole, split_blocks(chat.upto(turn + 1))[0])
