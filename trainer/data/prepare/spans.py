@@ -45,6 +45,7 @@ Ids: TypeAlias = NDArray[np.uint32]
 Flags: TypeAlias = NDArray[np.bool_]
 _Piece: TypeAlias = tuple[Ids, NDArray[np.int64]]
 """(ids (N,), begin and end of each token in characters: (N, 2), or (0, 2) if unknown)"""
+_UNKNOWN = np.empty((0, 2), np.int64)
 
 
 class _EncodedText(NamedTuple):
@@ -83,8 +84,8 @@ class ChatEncoder:
         self._spelled = _any_of(names)
         self.special = frozenset(map(tokenizer.token_to_id, names))
         self._offsets = offsets
+        self._cut: dict[str, list[str]] = {}
         self._kept: dict[str, _Piece] = {}
-        self._rests: dict[str, Ids] = {}
 
     def as_letters(self, chat: Chat) -> tuple[Chat, str]:
         """Mark texts that spell special tokens. Returns also the first of these tokens, or ""."""
@@ -110,7 +111,7 @@ class ChatEncoder:
 
     def learn(self, marked: Iterable[str]) -> None:
         """Encode texts for later calls of `encode`, together, which is faster. Forgets others."""
-        self._kept, self._rests = {}, {}
+        self._cut, self._kept = {}, {}
         self._encoded([piece for one in marked for piece in self._pieces(split_blocks(one)[0])])
 
     def encode(self, marked: str) -> _EncodedText:
@@ -135,26 +136,23 @@ class ChatEncoder:
     def shared(self, whole: _EncodedText, text: str) -> tuple[int, Ids]:
         """Return (number of leading tokens that a text without block marks shares with `whole`,
         further tokens of the text)."""
+        if text == whole.text:
+            return len(whole.ids), whole.ids[:0]
         count = bisect_left(
             whole.borders, True, key=lambda border: not text.startswith(whole.text[: border[0]])
         )
         # Compared from the last piece on that both have, as it may be longer in `text`.
         begin, first = whole.borders[max(0, count - 2)]
-        ids = self._rest(text[begin:])
+        ids = np.concatenate([part[0] for part in self._encoded(self._pieces(text[begin:]))])
         size = min(len(whole.ids) - first, len(ids))
         differ = np.flatnonzero(whole.ids[first : first + size] != ids[:size])
         same = int(differ[0]) if differ.size else size
         return first + same, ids[same:]
 
-    def _rest(self, text: str) -> Ids:
-        if text not in self._rests:  # often a generation prompt, equal in all chats
-            self._rests[text] = np.concatenate(
-                [part[0] for part in self._encoded(self._pieces(text))]
-            )
-        return self._rests[text]
-
     def _pieces(self, text: str) -> list[str]:
-        pieces = []
+        if text in self._cut:
+            return self._cut[text]
+        pieces = self._cut[text] = list[str]()
         for part in _SPELLED.split(text) if SPELLED_BEGIN in text else [text]:
             cuts = () if _is_letters(part) else self._cuts.finditer(part)
             borders = [0, *(cut.start() for cut in cuts), len(part)]
@@ -169,13 +167,13 @@ class ChatEncoder:
             self.tokenizer.encode_special_tokens = letters
             # An unpaired mark, left by a template that cuts a text, is dropped.
             bare = [one.replace(SPELLED_BEGIN, "").replace(SPELLED_END, "") for one in some]
-            encode = self.tokenizer.encode_batch
-            if not self._offsets:  # a third faster
-                encode = self.tokenizer.encode_batch_fast
+            tokenizer = self.tokenizer
+            encode = tokenizer.encode_batch if self._offsets else tokenizer.encode_batch_fast
             encodings = encode(bare, add_special_tokens=False) if bare else []
             for piece, encoding in zip(some, encodings, strict=True):
-                spans = np.array(encoding.offsets if self._offsets else [], np.int64).reshape(-1, 2)
-                self._kept[piece] = np.array(encoding.ids, np.uint32), spans + letters
+                spans = np.array(encoding.offsets, np.int64) if self._offsets else _UNKNOWN
+                spans = spans.reshape(-1, 2) + letters
+                self._kept[piece] = np.array(encoding.ids, np.uint32), spans
         return [self._kept[piece] for piece in pieces]
 
 
