@@ -37,7 +37,7 @@ finetune: $(FINETUNE)  ## a chat model of 135 M learns from real chats, with a r
 	$(BIN)/python examples/smollm2.py
 	$(BIN)/perdure data prepare data/smalltalk.jsonl --chat --tokenizer models/smollm2 --validation-fraction 0.1 --out data/smalltalk
 	$(BIN)/perdure data inspect data/smalltalk --sample 1
-	$(BIN)/python -m examples.killed_rank 12 recipes/smollm2_sft.yaml
+	$(BIN)/python -m examples.killed_rank 7 recipes/smollm2_sft.yaml
 	$(BIN)/perdure report runs/smollm2_sft --check
 	rm -rf out/smollm2_sft
 	$(BIN)/perdure ckpt export runs/smollm2_sft out/smollm2_sft --merge --step best

