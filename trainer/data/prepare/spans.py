@@ -346,7 +346,8 @@ class ChatSpanFinder:
         trained[:1] = False
         if not trained.any():
             raise ChatError(f"{place}it has no trained token")
-        if self._encoder.special.isdisjoint(whole.ids[trained].tolist()):
+        # from the end, where it usually is
+        if self._encoder.special.isdisjoint(whole.ids[trained][::-1].tolist()):
             self._counts["endless"] += 1
         return _ChatDocument(whole.ids, trained, place)
 

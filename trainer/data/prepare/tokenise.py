@@ -40,6 +40,8 @@ _BATCH = 512  # documents per call of the tokenizer
 # Characters for one call of the tokenizer, which needs 150 bytes per token. The text that is added
 # last may double this number.
 _CHARACTERS = 1 << 17
+# Words whose tokens the tokenizer keeps. Its default, 10,000, is too few for texts of many kinds.
+_WORDS = 50_000
 _AHEAD = 128  # records whose chats are encoded together
 _LISTED_REJECTS = 1000  # listed rejects per unit; all are counted
 MOST_LINES = (1 << 32) - 1
@@ -315,6 +317,8 @@ def _tokenizer(file: str, modified: int, letters: bool) -> Tokenizer:
     """Read a tokenizer, cached because reading may take longer than a unit. `modified`: time of the
     file's last change. `letters`: whether a text that spells a special token means letters."""
     tokenizer = read_tokenizer(file)
+    if resize := getattr(tokenizer.model, "_resize_cache", None):
+        resize(_WORDS)
     tokenizer.encode_special_tokens = letters
     return tokenizer
 
