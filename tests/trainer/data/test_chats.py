@@ -128,6 +128,15 @@ def test_trained_is_what_a_model_produces_when_it_is_served(shown):
     ]
     ((_, trained),) = shown(PLAIN, read_chat({"messages": messages}))
     assert trained == '<tool_call>add {"a": 1}</tool_call><|im_end|>\n|No, 2.<|im_end|>\n'
+    # A template that knows no tools leaves calls out: said.
+    messages[1]["content"] = "I ask."
+    for source, said in (
+        (PLAIN, []),
+        (BARE, ["the template leaves out the tool calls of 1 answers"]),
+    ):
+        noted.clear()
+        shown(source, read_chat({"messages": messages}), noted=noted)
+        assert [note.partition(", so")[0] for note in noted if "tool calls" in note] == said
     # A prompt that answers do not begin with: said, and no token of it is trained.
     noted.clear()
     assert shown(LED, chat("2+2?", "4"), noted=noted) == [

@@ -14,7 +14,7 @@ tokens, and each piece is encoded once: P and Q have nearly all pieces in common
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import accumulate, pairwise
@@ -308,8 +308,14 @@ class ChatSpanFinder:
         ChatError if it adds no token to its prompt."""
         trained, led = np.zeros(len(whole.ids), bool), []
         for turn in turns:
-            stop, missing = self._encoder.shared(whole, split_blocks(chat.upto(turn + 1))[0])
+            answered = split_blocks(chat.upto(turn + 1))[0]
+            stop, missing = self._encoder.shared(whole, answered)
             prompt = split_blocks(chat.upto(turn, True))[0]
+            called = map(_name_of_call, chat.messages[turn].get("tool_calls") or ())
+            # without the prompt, which may list all tools
+            self._counts["uncalled"] += any(
+                name not in answered.removeprefix(prompt) for name in called
+            )
             begin, lead = self._encoder.shared(whole, prompt)
             if missing.size:
                 raise _UnstableError(
@@ -352,6 +358,11 @@ class ChatSpanFinder:
         return _ChatDocument(whole.ids, trained, place)
 
 
+def _name_of_call(call: Mapping[str, Any]) -> str:
+    function = call.get("function", call)
+    return str(function.get("name", "")) if isinstance(function, Mapping) else ""
+
+
 def notes_for_user(noted: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield notes for the user, from the results of `ChatSpanFinder.noted`."""
     counts: Counter[str] = Counter()
@@ -371,6 +382,11 @@ def notes_for_user(noted: Sequence[dict[str, Any]]) -> Iterator[str]:
             f"the prompt of {counts['led']:,} answers ends in {examples['led']!r}, but the "
             "template writes these answers without that text; add reasoning_content, or "
             "--template-options that change the prompt"
+        )
+    if counts["uncalled"]:
+        yield (
+            f"the template leaves out the tool calls of {counts['uncalled']:,} answers, so they "
+            "are not trained; give a template that writes them (--template)"
         )
     if counts["blocks"]:
         yield (
