@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
+from tokenizers.models import BPE
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -67,6 +68,7 @@ OWNERS: dict[Owner, tuple[str, ...]] = {
     lambda mesh: group_of(mesh).fsdp_params[0]: ("_unsharded_param",),
     lambda mesh: distributed_c10d._get_default_group(): ("_device_types", "_get_backend"),
     lambda mesh: torch.cuda: ("_is_in_bad_fork",),
+    lambda mesh: BPE(): ("_resize_cache",),
     lambda mesh: atexit: ("_clear", "_run_exitfuncs"),
     lambda mesh: sys: ("_current_frames",),
 }  # fmt: skip
